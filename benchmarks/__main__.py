@@ -1,0 +1,174 @@
+"""Speed as ratios, both sides in one run, taking turns: `nox -s bench`.
+
+copy        `copier copy` of the default project        against `copier --help`
+first step  the smoke run's way to its first optimizer  against `accelerate launch` of a script that
+            step, on two CPU processes                  does nothing else
+
+Prints medians and ratios, writes build/benchmarks.json, exits 1 when a ratio is over its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bootstrap
+from tools.sources import export
+
+COPIER = bootstrap.TOOLS_VENV / "bin" / "copier"
+FIRST_STEP = "first step done"
+TARGETS = {"copy": 2.5, "first step": 1.3}
+
+
+def seconds(command: list[str], cwd: Path) -> float:
+    started = time.perf_counter()
+    subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def seconds_until(line_with: str, command: list[str], cwd: Path, env: dict[str, str]) -> float:
+    """The time from the start of the command to the line; what comes after it is cut off."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line_with in line:
+            taken = time.perf_counter() - started
+            break
+    else:
+        raise SystemExit(f"error: {command} never printed {line_with!r}:\n{''.join(seen)}")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return taken
+
+
+def take_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    for measure in sides.values():
+        measure()  # fills caches of both sides alike
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        # Each side goes first every other time.
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            times[name].append(sides[name]())
+    return times
+
+
+def committed_template(scratch: Path) -> Path:
+    """The work tree as a repository without uncommitted changes, as people copy from."""
+    template = export(scratch / "template")
+    environment = {**bootstrap.IDENTITY, **os.environ}
+    for command in (
+        ["git", "init", "--quiet"],
+        ["git", "add", "--all"],
+        ["git", "commit", "--quiet", "--message", "template"],
+    ):
+        subprocess.run(command, cwd=template, check=True, env=environment)
+    return template
+
+
+def copy(template: Path, project: Path) -> list[str]:
+    return [
+        *(str(COPIER), "copy", "--quiet", "--defaults", "--vcs-ref", "HEAD"),
+        *(str(template), str(project)),
+    ]
+
+
+def measure_copy(scratch: Path, template: Path, rounds: int) -> dict[str, list[float]]:
+    def copied() -> float:
+        project = scratch / "copied"
+        taken = seconds(copy(template, project), scratch)
+        shutil.rmtree(project)
+        return taken
+
+    helped = [str(COPIER), "--help"]
+    sides = {"copier copy": copied, "copier --help": lambda: seconds(helped, scratch)}
+    return take_turns(sides, rounds)
+
+
+def measure_first_step(scratch: Path, template: Path, rounds: int) -> dict[str, list[float]]:
+    project = scratch / "project"
+    subprocess.run(copy(template, project), check=True)
+    make = ["make", "--no-print-directory", "setup", f"VENV={bootstrap.TRAINING_VENV}"]
+    subprocess.run(make, cwd=project, check=True)
+    bin_folder = bootstrap.TRAINING_VENV / "bin"
+    environment = {**os.environ, "PATH": os.pathsep.join([str(bin_folder), os.environ["PATH"]])}
+    environment.pop("PYTHONPATH", None)
+    smoke = ["./launch.sh", "--cpu", "train", "--config", "configs/smoke.yaml", "--resume", "never"]
+    bare = ["accelerate", "launch", "--config_file", "accelerate_config.cpu.yaml"]
+    bare.append(str(bootstrap.ROOT / "benchmarks" / "bare.py"))
+    on_cpu = {**environment, "ACCELERATE_USE_CPU": "true"}
+
+    def smoked() -> float:
+        shutil.rmtree(project / "checkpoints", ignore_errors=True)
+        return seconds_until(FIRST_STEP, smoke, project, environment)
+
+    sides = {
+        "launch.sh --cpu train": smoked,
+        "accelerate launch bare.py": lambda: seconds_until(FIRST_STEP, bare, project, on_cpu),
+    }
+    return take_turns(sides, rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="nox -s bench --", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each side")
+    parser.add_argument("--output", type=Path, default=bootstrap.BUILD / "benchmarks.json")
+    options = parser.parse_args()
+
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        template = committed_template(scratch)
+        for name, measure in (("copy", measure_copy), ("first step", measure_first_step)):
+            times = measure(scratch, template, options.rounds)
+            medians = {side: statistics.median(values) for side, values in times.items()}
+            ours, theirs = medians.values()
+            results[name] = {
+                "ratio": round(ours / theirs, 3),
+                "target": TARGETS[name],
+                "median_seconds": {side: round(value, 3) for side, value in medians.items()},
+                "seconds": {side: [round(value, 3) for value in values] for side, values in times.items()},
+            }
+
+    late = []
+    for name, result in results.items():
+        sides = ", ".join(f"{side} {value:.2f} s" for side, value in result["median_seconds"].items())
+        verdict = "ok" if result["ratio"] <= result["target"] else "over the target"
+        late += [name] if verdict != "ok" else []
+        print(f"{name}: {result['ratio']:.2f} (at most {result['target']}: {verdict}); {sides}")
+    machine = {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "rounds": options.rounds,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+    print(f"written to {options.output}")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

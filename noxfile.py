@@ -1,0 +1,89 @@
+"""What is checked, and how: `python3 bootstrap.py test` runs the default sessions.
+
+lint, render, smoke   run by default, in this order
+bench                 speed, as ratios
+newcomer              both commands on a machine that has nothing (needs root and debootstrap)
+
+One session: `.venv/bin/nox -s render -- -k docker` (what follows `--` goes to pytest).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import bootstrap
+from tools.sources import sources
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "render", "smoke"]
+nox.options.default_venv_backend = "none"
+
+TESTS_VENV = bootstrap.BUILD / "tests-venv"
+SMOKE_TESTS = "tests/test_smoke*.py"
+LINT_TESTS = "tests/test_repository.py"
+
+
+class Tools:
+    """The programs of one virtual environment, which all sessions share."""
+
+    def __init__(self, session: nox.Session) -> None:
+        self.session = session
+        self.bin = bootstrap.make_venv(TESTS_VENV, bootstrap.ROOT / "requirements" / "tests.txt") / "bin"
+
+    def run(self, program: str, *arguments: str) -> None:
+        environment = {
+            "PATH": os.pathsep.join([str(self.bin), os.environ["PATH"]]),
+            "PYTHONPATH": str(bootstrap.ROOT),
+            "TRAINING_VENV": str(bootstrap.TRAINING_VENV),
+        }
+        self.session.run(str(self.bin / program), *arguments, env=environment, external=True)
+
+    def pytest(self, *arguments: str) -> None:
+        self.run("pytest", *arguments, *self.session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """The sources of this repository and of the template, as they stand."""
+    tools = Tools(session)
+    tools.run("ruff", "check", ".")
+    tools.run("ruff", "format", "--check", ".")
+    tools.run("mypy")
+    tools.run("yamllint", "--strict", *sources("*.yml", "*.yaml"))
+    tools.run("shellcheck", ".ci/run", *sources("*.sh"))
+    tools.run("jactionlint", *sources(".github/workflows"))
+    tools.run("zizmor", "--offline", "--quiet", *sources(".github/workflows"))
+    tools.run("validate-pyproject", "pyproject.toml")
+    tools.run("pre-commit", "validate-config", ".pre-commit-config.yaml")
+    tools.pytest(LINT_TESTS)
+
+
+@nox.session
+def render(session: nox.Session) -> None:
+    """Valid answers give files that their consumers accept; the others are refused."""
+    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", f"--ignore={LINT_TESTS}")
+
+
+@nox.session
+def smoke(session: nox.Session) -> None:
+    """Rendered projects, set up by their own `make setup`, train for real on two processes."""
+    smoke_tests = sorted(str(path.relative_to(bootstrap.ROOT)) for path in bootstrap.ROOT.glob(SMOKE_TESTS))
+    Tools(session).pytest(*smoke_tests)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Copying against starting Copier; the first optimizer step against a bare script's."""
+    Tools(session).run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(default=False)
+def newcomer(session: nox.Session) -> None:
+    """Both commands on new machines: `nox -s newcomer -- bookworm trixie`, as root."""
+    Tools(session).run("python", "tools/newcomer.py", *session.posargs)
