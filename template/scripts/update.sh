@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Takes over what is new in the template: scripts/update.sh [ARGUMENTS of `copier update`...]
+set -euo pipefail
+cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+command -v copier >/dev/null ||
+  fail "copier was not found: install it with 'pipx install copier' or 'uv tool install copier'"
+[[ $(git rev-parse --show-prefix 2>/dev/null || echo none) == "" ]] ||
+  fail "an update needs a git repository here: git init && git add --all && git commit"
+[[ -z $(git status --porcelain) ]] ||
+  fail "an update needs a clean work tree: commit or stash what 'git status' shows"
+
+copier update "$@"
+echo "Look at 'git diff', then commit. Files in conflict:"
+git ls-files --unmerged | cut -f 2 | sort -u

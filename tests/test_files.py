@@ -1,0 +1,567 @@
+"""Rendered files are what these answers need, and each is accepted by the program that reads it.
+
+Linters take many files at once: each distinct form of a file is looked at once, in one call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.support.render import ROOT, Answers, Renderer
+
+# What every project has; the folders are listed by their owners' tests.
+COMMON = {
+    ".copier-answers.yml",
+    ".editorconfig",
+    ".gitattributes",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "accelerate_config.cpu.yaml",
+    "accelerate_config.yaml",
+    "launch.sh",
+    "platform.yaml",
+    "pyproject.toml",
+    "requirements/project.in",
+    "requirements/project.txt",
+    "requirements/template.txt",
+    "scripts/check_install.py",
+    "scripts/check_tree.sh",
+    "scripts/lock.sh",
+    "scripts/run.sh",
+    "scripts/setup.sh",
+    "scripts/smoke.sh",
+    "scripts/update.sh",
+}
+DOCKER = {".dockerignore", "Dockerfile", "compose.yaml"}
+CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
+FREE = ("configs/", "notebooks/", "src/", "tests/")
+
+TARGETS = {
+    "help", "setup", "doctor", "data", "smoke", "train", "resume", "evaluate", "export", "plot", "profile",
+    "logs", "test", "lint", "format", "lock", "update", "clean",
+}  # fmt: skip
+
+
+class Project(NamedTuple):
+    answers: Answers  # all of them, also those that were not asked
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def projects(renderer: Renderer, variants: list[Answers], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
+    root = tmp_path_factory.mktemp("variants")
+    defaults = {"image_registry": "", "shm_size": "16gb", "ssh": "no", "num_gpus": 0}
+    return [
+        Project(defaults | renderer.answer(given), renderer.render(given, root / f"{number:03}"))
+        for number, given in enumerate(variants)
+    ]
+
+
+@pytest.fixture(scope="module")
+def default(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return renderer.render({}, tmp_path_factory.mktemp("default") / "project")
+
+
+def has_gpu(answers: Answers) -> bool:
+    return bool(answers["gpu"] != "none" and answers["num_gpus"] > 0)
+
+
+def forms(projects: list[Project], name: str) -> Iterator[Project]:
+    """One project for each distinct content of this file."""
+    seen = set()
+    for project in projects:
+        path = project.folder / name
+        if path.is_file() and path.read_bytes() not in seen:
+            seen.add(path.read_bytes())
+            yield project
+
+
+def paths(projects: list[Project], *names: str) -> list[str]:
+    found = [str(project.folder / name) for name in names for project in forms(projects, name)]
+    assert found, names
+    return found
+
+
+def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, f"{command[0]} ended with {done.returncode}:\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def texts(project: Project) -> dict[str, str]:
+    return {
+        str(path.relative_to(project.folder)): path.read_bytes().decode()
+        for path in sorted(project.folder.rglob("*"))
+        if path.is_file() and path.suffix != ".png"
+    }
+
+
+# -- which files, and how they are written -----------------------------------------------------------
+
+
+def test_exactly_the_files_that_the_answers_need(projects: list[Project]):
+    for answers, folder in projects:
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        expected = COMMON | CI[answers["ci"]]
+        if answers["deployment"] == "docker":
+            expected |= DOCKER
+        if answers["ssh"] == "yes":
+            expected |= {"scripts/sshd.sh"}
+        assert {name for name in found if not name.startswith(FREE)} == expected, answers
+        assert f"src/{answers['package_name']}/train.py" in found
+
+
+def test_text_is_tidy(projects: list[Project]):
+    seen = set()
+    for project in projects:
+        for name, content in texts(project).items():
+            if (name, content) in seen:
+                continue
+            seen.add((name, content))
+            assert "\r" not in content, name
+            assert content.endswith("\n") or not content, f"{name} has no newline at its end"
+            assert not content.endswith("\n\n"), f"{name} ends with an empty line"
+            assert not content.startswith("\n"), f"{name} starts with an empty line"
+            trailing = re.findall(r"^.*[ \t]$", content, re.MULTILINE)
+            assert not trailing, f"{name}: {trailing}"
+            if not name.endswith(".py"):
+                assert "\n\n\n" not in content, f"{name} has two empty lines"
+
+
+def test_no_jinja_is_left(projects: list[Project]):
+    for project in projects:
+        for name, content in texts(project).items():
+            if name in ("README.md", ".copier-answers.yml", "pyproject.toml"):  # may hold what the person typed
+                content = content.replace("{{ 7*7 }}", "")
+            assert not re.search(r"\{%|%\}|(?<!\$)\{\{|\{#", content), f"{project.answers}: {name}"
+
+
+def test_scripts_can_be_run(projects: list[Project]):
+    for _, folder in projects:
+        for path in [folder / "launch.sh", *folder.glob("scripts/*")]:
+            assert path.read_text().startswith("#!/usr/bin/env "), path
+            assert path.stat().st_mode & 0o777 == 0o755, path
+
+
+def test_no_image_or_action_floats(projects: list[Project]):
+    for name in ("Dockerfile", "compose.yaml", ".gitlab-ci.yml", ".github/workflows/ci.yml"):
+        for project in forms(projects, name):
+            content = (project.folder / name).read_text()
+            assert "latest" not in content
+            for action in re.findall(r"uses: *(\S+)", content):
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action)
+            for image in re.findall(r"(?:^FROM|image:) (\S+/\S+)", content, re.MULTILINE):
+                assert re.search(r":[\w.${}:-]+(@sha256:[0-9a-f]{64})?$", image)
+
+
+def test_free_text_arrives_unchanged(projects: list[Project]):
+    for answers, folder in projects:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["description"] == answers["description"]
+        author = {"name": answers["author_name"]}
+        if answers["author_email"]:
+            author["email"] = answers["author_email"]
+        assert project["authors"] == [author]
+        assert project["name"] == answers["project_slug"]
+        if answers["license"] != "apache-2.0":  # its text names nobody
+            assert answers["author_name"] in (folder / "LICENSE").read_text()
+
+
+# -- their real consumers ---------------------------------------------------------------------------
+
+
+def test_shell_scripts(projects: list[Project]):
+    names = {str(path.relative_to(folder)) for _, folder in projects for path in folder.glob("scripts/*.sh")}
+    scripts = paths(projects, "launch.sh", *sorted(names))
+    run("shellcheck", *scripts)
+    run("shfmt", "--diff", "--indent=2", *scripts)
+    for script in scripts:
+        assert "\nset -euo pipefail\n" in Path(script).read_text(), script
+        assert not re.search(r"\beval\b", Path(script).read_text()), script
+
+
+def test_python(projects: list[Project]):
+    """With the rules of the project itself, package names included."""
+    folders = [str(project.folder) for project in forms(projects, "pyproject.toml")]
+    run("ruff", "check", "--no-cache", *folders)
+    run("ruff", "format", "--no-cache", "--check", *folders)
+
+
+def test_yaml(projects: list[Project]):
+    names = [
+        "accelerate_config.yaml",
+        "accelerate_config.cpu.yaml",
+        "platform.yaml",
+        "compose.yaml",
+        ".pre-commit-config.yaml",
+        ".gitlab-ci.yml",
+        ".github/workflows/ci.yml",
+    ]
+    run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *paths(projects, *names))
+
+
+def test_pyproject(projects: list[Project]):
+    run("validate-pyproject", *paths(projects, "pyproject.toml"))
+    for project in forms(projects, "pyproject.toml"):
+        needed = tomllib.loads((project.folder / "pyproject.toml").read_text())["project"]["dependencies"]
+        locked = re.findall(r"^([\w.-]+)==", (project.folder / "requirements/template.txt").read_text(), re.MULTILINE)
+        assert set(needed) - {"torch", "torchvision"} <= set(locked)
+        assert not {"torch", "torchvision"} & set(locked)
+
+
+def test_dockerfiles(projects: list[Project]):
+    run("hadolint", "--failure-threshold=style", *paths(projects, "Dockerfile"))
+    for project in forms(projects, "Dockerfile"):
+        lines = (project.folder / "Dockerfile").read_text().splitlines()
+        assert not any("syntax=" in line for line in lines), "that needs the Docker Hub"
+        users = [line for line in lines if line.startswith("USER ")]
+        assert users and users[-1] == "USER ${UID}:${GID}"
+        assert "ARG UID=10001" in lines
+        assert [line.split(" AS ")[1] for line in lines if line.startswith("FROM ")] == (
+            ["train", "ssh"] if project.answers["ssh"] == "yes" else ["train"]
+        )
+
+
+def compose(project: Project, *arguments: str, **environment: str) -> str:
+    return run("docker-compose", *arguments, cwd=project.folder, **environment)
+
+
+def test_compose(projects: list[Project]):
+    """Read by Compose itself, which refuses unknown keys and wrong types."""
+    for project in forms(projects, "compose.yaml"):
+        answers = project.answers
+        services: dict[str, Any] = yaml.safe_load(compose(project, "--profile", "*", "config"))["services"]
+        expected = {"train"}
+        if answers["tracker"] in ("tensorboard", "mlflow", "trackio"):
+            expected.add(answers["tracker"])
+        expected |= {name for name in ("jupyter", "ssh") if answers[name] == "yes"}
+        assert set(services) == expected
+        for name, service in services.items():
+            assert int(service["shm_size"]) == int(answers["shm_size"][:-2]) * 2**30
+            assert service["init"] is True
+            assert service["user"] == "10001:10001"
+            assert not service.get("privileged")
+            targets = {volume["target"]: volume for volume in service["volumes"]}
+            assert {"/workspace", "/checkpoints", "/data", "/cache"} <= set(targets)
+            is_path = answers["checkpoint_volume"].startswith("/")
+            assert targets["/checkpoints"]["type"] == ("bind" if is_path else "volume")
+            if is_path:
+                assert targets["/checkpoints"]["source"] == answers["checkpoint_volume"]
+                assert targets["/checkpoints"]["bind"]["create_host_path"] is False
+            for port in service.get("ports", []):
+                assert port["host_ip"] == "127.0.0.1", f"{name} listens to the network"
+
+            devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+            if has_gpu(answers) and name in ("train", "jupyter", "ssh"):
+                assert devices == [{"driver": "nvidia", "count": answers["num_gpus"], "capabilities": ["gpu"]}]
+            else:
+                assert not devices
+
+
+def test_one_number_of_seconds_stops_a_run(projects: list[Project]):
+    for answers, folder in projects:
+        seconds = answers["preemption_grace_seconds"]
+        assert yaml.safe_load((folder / "platform.yaml").read_text())["preemption_grace_seconds"] == seconds
+        assert str(seconds) not in (folder / "launch.sh").read_text()
+        if answers["deployment"] == "docker":
+            train = yaml.safe_load((folder / "compose.yaml").read_text().replace("!reset", ""))["services"]["train"]
+            assert train["stop_grace_period"] == f"{seconds + 30}s"
+
+
+def test_compose_takes_the_person_and_the_image_from_the_environment(default: Path):
+    project = Project({}, default)
+    text = compose(project, "config", HOST_UID="1234", HOST_GID="5678", IMAGE_TAG="v9", DATA_VOLUME="/mnt/data")
+    train = yaml.safe_load(text)["services"]["train"]
+    assert train["user"] == "1234:5678"
+    assert train["image"] == "my-project:v9"
+    assert "/mnt/data" in [volume["source"] for volume in train["volumes"]]
+
+
+def test_image_tag_says_what_is_inside(default: Path):
+    text = (default / "compose.yaml").read_text()
+    software = yaml.safe_load((default / "platform.yaml").read_text())["software"]
+    version = tomllib.loads((default / "pyproject.toml").read_text())["project"]["version"]
+    tag = f"v{version}-torch{software['torch']}-cuda{software['cuda']}-gpu4-bf16"
+    assert f"image: my-project:${{IMAGE_TAG:-{tag}}}" in text
+
+
+def test_workflows(projects: list[Project]):
+    workflows = paths(projects, ".github/workflows/ci.yml")
+    run("jactionlint", *workflows)
+    run("zizmor", "--offline", "--quiet", "--pedantic", *workflows)
+    run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    run("check-jsonschema", "--builtin-schema", "vendor.gitlab-ci", *paths(projects, ".gitlab-ci.yml"))
+    for workflow in workflows:
+        assert "group: ${{ github.workflow }}-${{ github.ref }}" in Path(workflow).read_text()
+
+
+def test_ci_takes_torch_for_the_cpu(projects: list[Project]):
+    """The CUDA build does not fit on a hosted runner."""
+    for name in (".github/workflows/ci.yml", ".gitlab-ci.yml"):
+        for project in forms(projects, name):
+            content = (project.folder / name).read_text()
+            setup = (project.folder / "scripts/setup.sh").read_text()
+            by_default = "TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" in setup
+            assert by_default != bool(re.search(r"TORCH_INDEX.*/whl/cpu", content))
+            local = project.answers["deployment"] == "local" and has_gpu(project.answers)
+            assert by_default != local
+            for step in ("make lint", "make test", "make smoke", "scripts/check_tree.sh"):
+                assert step in content
+
+
+def test_pre_commit(projects: list[Project]):
+    configurations = paths(projects, ".pre-commit-config.yaml")
+    run("pre-commit", "validate-config", *configurations)
+    for path in configurations:
+        content = yaml.safe_load(Path(path).read_text())
+        assert {repository["repo"] for repository in content["repos"]} <= {"local", "meta"}, "needs a network"
+        assert re.search(content["exclude"], ".copier-answers.yml")
+
+
+# -- make -------------------------------------------------------------------------------------------
+
+
+def targets(folder: Path) -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (folder / "Makefile").read_text(), re.MULTILINE))
+
+
+def expected_targets(answers: Answers) -> set[str]:
+    wanted = set(TARGETS)
+    if answers["tracker"] != "none":
+        wanted.add(answers["tracker"])
+    if answers["jupyter"] == "yes":
+        wanted.add("jupyter")
+    if has_gpu(answers):
+        wanted.add("gpus")
+    if answers["deployment"] == "docker":
+        wanted |= {"build", "shell"}
+        if answers["image_registry"]:
+            wanted.add("push")
+        if answers["ssh"] == "yes":
+            wanted.add("ssh")
+    return wanted
+
+
+def test_make_has_the_targets_that_the_answers_give_a_meaning(projects: list[Project]):
+    for project in forms(projects, "Makefile"):
+        content = (project.folder / "Makefile").read_text()
+        found = targets(project.folder)
+        assert found == expected_targets(project.answers), project.answers
+        assert set(re.findall(r"^\.PHONY: (\w+)$", content, re.MULTILINE)) == found
+        assert not re.search(r"^ +\S", content, re.MULTILINE), "a recipe that starts with spaces"
+        listed = run("make", "--no-print-directory", cwd=project.folder)
+        assert {line.split()[1] for line in listed.splitlines()} == found
+        for line in listed.splitlines():
+            assert re.fullmatch(r"make [a-z]+ +[A-Z].+", line)
+
+
+def test_make_n_of_every_target(projects: list[Project]):
+    """Without any tool: nothing but make is on the path."""
+    for project in forms(projects, "Makefile"):
+        names = sorted(targets(project.folder) - {"help"})
+        make = shutil.which("make")
+        assert make
+        printed = run(
+            make, "-n", "-f", project.folder / "Makefile", *names, cwd=project.folder, PATH="/nowhere", RUN="a", ARGS="-b"
+        )
+        assert "./launch.sh train --config configs/train.yaml --run_name a -b\n" in printed
+        in_container = "docker compose run --rm train ./launch.sh train" in printed
+        assert in_container == (project.answers["deployment"] == "docker")
+        assert "--trust" not in printed
+
+
+def test_recipes_show_what_they_run_and_hold_no_logic(projects: list[Project]):
+    for project in forms(projects, "Makefile"):
+        recipes = re.findall(r"^\t(.*)$", (project.folder / "Makefile").read_text(), re.MULTILINE)
+        hidden = [line for line in recipes if line.startswith(("@", "-"))]
+        assert [line.split()[0] for line in hidden] == ["@awk"], hidden
+        assert not [line for line in recipes if re.search(r"&&|\|\||;|\bif |\bfor |\\$", line)]
+
+
+def test_readme_names_targets_and_files_that_exist(projects: list[Project]):
+    for project in forms(projects, "README.md"):
+        content = (project.folder / "README.md").read_text()
+        code = "\n".join(re.findall(r"`[^`\n]+`|^```.*?^```", content, re.MULTILINE | re.DOTALL))
+        named = set(re.findall(r"\bmake ([a-z]+)", code))
+        assert named <= targets(project.folder), project.answers
+        first = re.search(r"^```sh\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
+        assert first
+        setup = "make build" if project.answers["deployment"] == "docker" else "make setup"
+        assert first[1].splitlines() == [setup, "make train"]
+        for cell in re.findall(r"^\| (`.*?) \|", content.split("## What is where")[1].split("##")[0], re.MULTILINE):
+            for path in re.findall(r"`([^`]+)`", cell):
+                assert list(project.folder.glob(path)) or list(project.folder.glob(f"src/*/{path}")), path
+        assert re.match(r"# .+\n\n.+\n\n", content)
+        assert "<b>" not in re.sub(r"\\<", "", content), "a name that turns into markup"
+
+
+# -- the scripts do what they say -------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(default: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(default, tmp_path / "project"))
+
+
+def executable(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def recorder(copy: Path) -> Path:
+    """An environment whose python writes down how it was called."""
+    environment = copy / ".venv"
+    names = "ACCELERATE_USE_CPU TORCH_ELASTIC_SHUTDOWN_TIMEOUT PYTHONPATH CHECKPOINT_DIR DATA_DIR VIRTUAL_ENV"
+    executable(
+        environment / "bin/python",
+        f'#!/bin/bash\nprintf "%s\\n" "$PWD" "$@"\nfor n in {names}; do echo "$n=${{!n-}}"; done\nexit 75\n',
+    )
+    executable(environment / "bin/accelerate", "#!/bin/bash\n")
+    return copy
+
+
+CLEAN = {"VIRTUAL_ENV": "", "VENV": "", "PYTHONPATH": "", "CHECKPOINT_DIR": "", "DATA_DIR": ""}
+
+
+def test_launch_names_the_configuration_and_passes_arguments_on(recorder: Path, tmp_path: Path):
+    arguments = ["--run_name", "a b", "--data.name", "$HOME;`id`"]
+    output = run(recorder / "launch.sh", "train", *arguments, cwd=tmp_path, code=75, **CLEAN).splitlines()
+    launch = ["-m", "my_project.launch", "--config_file", "accelerate_config.yaml", "--main_process_port", "0"]
+    assert output[: len(launch) + 7] == [str(recorder), *launch, "--module", "my_project.train", *arguments]
+    settings = dict(line.split("=", 1) for line in output[len(launch) + 7 :])
+    assert settings == {
+        "ACCELERATE_USE_CPU": "",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
+        "PYTHONPATH": str(recorder / "src"),
+        "CHECKPOINT_DIR": "checkpoints",
+        "DATA_DIR": "data",
+        "VIRTUAL_ENV": str(recorder / ".venv"),
+    }
+
+
+def test_launch_on_the_cpu(recorder: Path):
+    output = run(recorder / "launch.sh", "--cpu", "evaluate", code=75, **CLEAN | {"PYTHONPATH": "/other"})
+    assert "accelerate_config.cpu.yaml" in output.splitlines()
+    assert "ACCELERATE_USE_CPU=true" in output
+    assert f"PYTHONPATH={recorder / 'src'}:/other" in output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--cpu"], ["--help"], ["src/train.py"]])
+def test_launch_without_a_module_says_how(recorder: Path, arguments: list[str]):
+    output = run(recorder / "launch.sh", *arguments, code=2, **CLEAN)
+    assert output.startswith("usage: ./launch.sh ") and len(output.splitlines()) == 1
+
+
+def test_launch_without_an_environment_says_what_to_do(copy: Path):
+    output = run(copy / "launch.sh", "train", code=1, **CLEAN | {"PATH": "/usr/bin:/bin"})
+    assert output.splitlines() == ["error: Accelerate is not installed in this environment: run make setup"]
+    output = run(copy / "launch.sh", "train", code=1, **CLEAN | {"VENV": "/nowhere"})
+    assert output.splitlines() == ["error: Accelerate is not installed in /nowhere: run make setup"]
+
+
+def test_the_active_environment_wins_over_venv_folder_and_make_over_both(recorder: Path, tmp_path: Path):
+    """In the container the mounted source brings the host's .venv along."""
+    active, named = tmp_path / "active", tmp_path / "named"
+    for environment in (active, named):
+        executable(environment / "bin/accelerate", "")
+        executable(environment / "bin/python", f"#!/bin/bash\necho from {environment.name}\n")
+    assert run(recorder / "launch.sh", "train", **CLEAN | {"PATH": f"{active}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(active)}) == "from active\n"
+    assert run(recorder / "launch.sh", "train", **CLEAN | {"VIRTUAL_ENV": str(active), "VENV": str(named)}) == "from named\n"
+
+
+def test_launch_costs_less_than_50_ms(recorder: Path):
+    executable(recorder / ".venv/bin/python", "#!/bin/true\n")
+    took = []
+    for _ in range(10):
+        start = time.perf_counter()
+        run(recorder / "launch.sh", "train", **CLEAN)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.05, took
+
+
+def test_setup_says_what_is_missing(copy: Path, tmp_path: Path):
+    script = copy / "scripts/setup.sh"
+    output = run(script, code=1, PYTHON="/nowhere/python3")
+    assert output.splitlines() == ["error: /nowhere/python3 was not found: install Python 3.11 or newer"]
+    bare = executable(
+        tmp_path / "bin/python3", '#!/bin/bash\n[[ $* != *ensurepip* ]] && exec /usr/bin/env python3 "$@"\nexit 1\n'
+    )
+    output = run(script, code=1, PYTHON=str(bare), VENV=str(tmp_path / "venv"))
+    assert len(output.splitlines()) == 1 and "apt-get install python3-venv" in output
+    old = executable(tmp_path / "bin/python3.8", "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.8.1\n[[ $1 != -c ]]\n")
+    output = run(script, code=1, PYTHON=str(old))
+    assert output.splitlines() == ["error: Python 3.8.1 is too old: make setup PYTHON=python3.11 (or newer)"]
+
+
+@pytest.fixture
+def repository(copy: Path) -> Path:
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "start"]):
+        run("git", *arguments, cwd=copy)
+    return copy
+
+
+def test_a_fresh_project_is_a_clean_tree(repository: Path):
+    assert run(repository / "scripts/check_tree.sh") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("new.txt", "", "neither committed nor ignored"),
+        ("README.md", "<<<<<<< before updating\na\n=======\nb\n>>>>>>> after updating\n", "conflict markers"),
+        ("launch.sh.rej", "", "rejected changes"),
+    ],
+)
+def test_check_tree_finds_what_an_update_left(repository: Path, name: str, content: str, sentence: str):
+    (repository / name).write_text(content)
+    if sentence != "neither committed nor ignored":
+        run("git", "add", "-A", cwd=repository)
+        run("git", "commit", "-qm", "update", cwd=repository)
+    output = run(repository / "scripts/check_tree.sh", code=1)
+    assert sentence in output and name in output
+
+
+def test_what_training_writes_is_ignored(repository: Path):
+    for name in ("checkpoints/main/metrics.csv", "data/raw.gz", ".venv/bin/python", "loss.png", "src/my_project/__pycache__/a.pyc", ".env"):
+        executable(repository / name, "")
+    assert run("git", "status", "--porcelain", cwd=repository) == ""
+
+
+def test_update_needs_git_a_clean_tree_and_copier(copy: Path, tmp_path: Path):
+    script = copy / "scripts/update.sh"
+    bin_path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    assert "copier was not found" in run(script, code=1, PATH="/usr/bin:/bin")
+    executable(tmp_path / "bin/copier", '#!/bin/bash\nprintf "%s|" "$@"\n')
+    assert "needs a git repository" in run(script, code=1, PATH=bin_path, GIT_CEILING_DIRECTORIES=str(tmp_path))
+    for arguments in (["init", "-q"], ["add", "-A"]):
+        run("git", *arguments, cwd=copy)
+    assert "needs a clean work tree" in run(script, code=1, PATH=bin_path)
+    run("git", "commit", "-qm", "start", cwd=copy)
+    output = run(script, "--defaults", "--data", "num_gpus=8", PATH=bin_path)
+    assert output.startswith("update|--defaults|--data|num_gpus=8|")
