@@ -11,6 +11,7 @@ import ast
 import errno
 import importlib
 import importlib.metadata
+import math
 import os
 import re
 import shutil
@@ -70,7 +71,7 @@ def fail(found: str, advice: str) -> Line:
 
 
 def unknown(reason: str) -> Line:
-    """This machine cannot tell."""
+    """Not to be told on this machine."""
     return Line(Status.SKIP, f"unknown: {reason}")
 
 
@@ -108,7 +109,7 @@ def describe(error: BaseException) -> str:
 
 def change(key: str, value: object = "…") -> str:
     """The command that changes one answer of this project."""
-    return f"`copier update --defaults --vcs-ref :current: --data {key}={value}`"
+    return f'`make update ARGS="--defaults --vcs-ref :current: --data {key}={value}"`'
 
 
 # --- Python and packages ---
@@ -274,7 +275,7 @@ def collect_gpus(context: Context) -> GpuFacts:
 def in_container() -> bool:
     """Whether this is a Docker, Podman, Apptainer or Kubernetes container."""
     files = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
-    return "KUBERNETES_SERVICE_HOST" in os.environ or any(os.path.exists(path) for path in files)
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(Path(file).exists() for file in files)
 
 
 def judge_cuda(facts: GpuFacts, platform: Platform) -> Line:
@@ -501,22 +502,25 @@ def judge_all_reduce(facts: AllReduce, platform: Platform) -> Line:
 
 @dataclass(frozen=True)
 class ShmFacts:
-    """Size of /dev/shm in GiB."""
+    """Size of /dev/shm in GiB; None where the system has no such thing."""
 
-    size_gb: float
+    size_gb: float | None
     in_container: bool
     uses_gpu: bool
 
 
 def collect_shm(context: Context) -> ShmFacts:
     """Size of the file system that loader workers and NCCL pass data through."""
-    size_gb = shutil.disk_usage("/dev/shm").total / gpu.GIB
+    shm = Path("/dev/shm")
+    size_gb = shutil.disk_usage(shm).total / gpu.GIB if shm.is_dir() else None
     return ShmFacts(size_gb, in_container(), context.platform.has_gpu and not context.cpu)
 
 
 def judge_shm(facts: ShmFacts, platform: Platform) -> Line:
     """Shared memory is enough for loader workers, and in a container what the answers say."""
     wanted = platform.shm_size_gb
+    if facts.size_gb is None:
+        return unknown("this system has no /dev/shm")
     found = f"{facts.size_gb:.2g} GB in /dev/shm"
     advice = f"start the container with `--shm-size {wanted or 8}g`"
     if not facts.in_container:
@@ -580,8 +584,8 @@ def _write_like_a_checkpoint(folder: Path) -> None:
 def mount_of(path: Path) -> tuple[str, str]:
     """Mount point and type of the file system that holds `path`."""
     best = ("/", "")
-    target = path.resolve()
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+    target, table = path.resolve(), Path("/proc/self/mounts")
+    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         _, point, kind, *_ = line.split(" ")
         point = point.replace("\\040", " ")
         if target.is_relative_to(point) and len(point) >= len(best[0]):  # the last one is on top
@@ -727,7 +731,8 @@ def _judge_any_config(facts: ConfigFacts) -> Line | None:
 
 
 def _summary(facts: ConfigFacts) -> str:
-    return f"{facts.file}: {_processes(facts.num_processes)}, mixed_precision '{facts.mixed_precision}'"
+    precision = f"mixed_precision {facts.mixed_precision!r}"
+    return f"{facts.file}: {_processes(facts.num_processes)}, {precision}"
 
 
 TRACKER_MODULES = {
@@ -756,76 +761,90 @@ def judge_tracker(problem: str, platform: Platform) -> Line:
     return ok("none, metrics.csv and loss.png only" if tracker == "none" else tracker)
 
 
-# What the training loop takes from the files that are yours: name, and how it is called.
-INTERFACE: Mapping[str, Mapping[str, str]] = {
-    "model.py": {
-        "build_model": "build_model(config, datasets)",
-        "ModelConfig": "a dataclass",
-        "METRIC": "the metric's name",
-        "METRIC_MODE": '"max" or "min"',
-    },
-    "data.py": {
-        "build_datasets": "build_datasets(config)",
-        "DataConfig": "a dataclass",
-        "Datasets": "a dataclass",
-        "Batch": "the type of a batch",
-    },
-}
+USER_FILES = ("model.py", "data.py")  # updates of the template leave them alone
 
 
-@dataclass(frozen=True)
-class SourceFacts:
-    """Names at the top level of a file, with the arguments that a function must be given."""
+def collect_sources(context: Context) -> list[str]:
+    """Faults of your files: what the other files import from them, or how they call it.
 
-    names: Mapping[str, int]  # arguments without default; 0 for what is no function
-    problem: str = ""
-
-
-def collect_sources(context: Context) -> dict[str, SourceFacts]:
-    """Read the files that are yours, without running them."""
-    return {file: read_source(context.package / file) for file in INTERFACE}
-
-
-def read_source(path: Path) -> SourceFacts:
-    """Top-level names of one Python file."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return SourceFacts({}, "is missing")
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
-        return SourceFacts({}, f"cannot be read ({describe(error)})")
-    names: dict[str, int] = {}
-    for node in tree.body:
-        match node:
-            case ast.FunctionDef(name=name, args=arguments):
-                positional = len(arguments.posonlyargs) + len(arguments.args)
-                names[name] = positional - len(arguments.defaults)
-            case ast.ClassDef(name=name):
-                names[name] = 0
-            case ast.Assign(targets=targets):
-                names |= {target.id: 0 for target in targets if isinstance(target, ast.Name)}
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                names[name] = 0
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                names |= {alias.asname or alias.name: 0 for alias in aliases}
-    return SourceFacts(names)
-
-
-def judge_sources(facts: Mapping[str, SourceFacts], platform: Platform) -> Line:
-    """Your model and data fit this version of the training loop."""
+    Nothing is run, so that a broken import elsewhere hides no fault.
+    """
     faults = []
-    for file, interface in INTERFACE.items():
-        if facts[file].problem:
-            faults.append(f"{file} {facts[file].problem}")
-            continue
-        for name, meaning in interface.items():
-            if name not in facts[file].names:
-                faults.append(f"{file} has no {name} ({meaning})")
-            elif facts[file].names[name] > meaning.count(",") + 1:
-                faults.append(f"{file}: {name} takes more than {meaning}")
+    trees: dict[str, ast.Module] = {}
+    for path in sorted(context.package.glob("*.py")):
+        try:
+            trees[path.name] = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError) as error:
+            faults.append(f"{path.name} is not Python: {error}")
+    for file in USER_FILES:
+        if not (context.package / file).exists():
+            faults.append(f"{file} is missing")
+        elif file in trees:
+            faults += _faults(file, trees)
+    return faults
+
+
+def _faults(file: str, trees: Mapping[str, ast.Module]) -> list[str]:
+    defined = _top_level(trees[file])
+    faults = []
+    for user, tree in trees.items():
+        for name in _imported(tree, file.removesuffix(".py")):
+            if name not in defined:
+                faults.append(f"{file} has no {name}, which {user} imports")
+                continue
+            least, most = defined[name] or (0, math.inf)
+            for given in _calls(tree, name):
+                if not least <= given <= most:
+                    faults.append(f"{file}: {name} does not take the {given} that {user} gives it")
+    return faults
+
+
+def _top_level(tree: ast.Module) -> dict[str, tuple[int, float] | None]:
+    """Names that a file defines; of functions, how many arguments they take at least and most."""
+    names: dict[str, tuple[int, float] | None] = {}
+    for node in ast.walk(tree):  # deeper ones too: a definition may stand under an `if`
+        match node:
+            case ast.FunctionDef(name=name, args=ast.arguments() as found):
+                most = len(found.posonlyargs) + len(found.args)
+                least = most - len(found.defaults)
+                names[name] = least, most if found.vararg is None else math.inf
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                names[name] = None
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name: None for alias in aliases}
+    return names
+
+
+def _imported(tree: ast.Module, module: str) -> list[str]:
+    """Names that a file takes `from .module import …`."""
+    return [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module == module
+        for alias in node.names
+    ]
+
+
+def _calls(tree: ast.Module, name: str) -> list[int]:
+    """How many arguments each plain call of `name` gives."""
+    return [
+        len(node.args)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == name
+        and not node.keywords
+        and not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+
+
+def judge_sources(faults: Sequence[str], platform: Platform) -> Line:
+    """Your model and data fit this version of the training loop."""
     if faults:
-        return fail("; ".join(faults), "add or change that; the README tells what the loop needs")
-    return ok("model.py and data.py have what the training loop takes from them")
+        return fail(
+            "; ".join(faults), "add or change that; the head of the file tells the contract"
+        )
+    return ok("model.py and data.py have what the other files take from them")
 
 
 CHECKS: Sequence[Check] = (
