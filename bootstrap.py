@@ -209,7 +209,8 @@ def demo(folder: str | None) -> None:
         "HEAD",
     ]
     run([*copier, str(ROOT), str(project)])
-    run(["make", "--no-print-directory", "setup", f"VENV={TRAINING_VENV}"], cwd=project)
+    environment = [f"VENV={TRAINING_VENV}", f"PYTHON={base_python()}"]
+    run(["make", "--no-print-directory", "setup", *environment], cwd=project)
     # From now on a plain `make` in the project finds its environment.
     (project / ".venv").symlink_to(TRAINING_VENV)
     run(["make", "--no-print-directory", "smoke"], cwd=project)
@@ -258,7 +259,7 @@ def main() -> int:
             demo(options.folder)
         else:
             test(rest)
-    except BootstrapError as error:
+    except (BootstrapError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -39,8 +39,7 @@ class Tools:
     def run(self, program: str, *arguments: str) -> None:
         environment = {
             "PATH": os.pathsep.join([str(self.bin), os.environ["PATH"]]),
-            "PYTHONPATH": str(bootstrap.ROOT),
-            "TRAINING_VENV": str(bootstrap.TRAINING_VENV),
+            "PYTHONPATH": str(bootstrap.ROOT),  # bootstrap, tools
         }
         self.session.run(str(self.bin / program), *arguments, env=environment, external=True)
 

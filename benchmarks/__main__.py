@@ -115,6 +115,7 @@ def measure_first_step(scratch: Path, template: Path, rounds: int) -> dict[str, 
     subprocess.run(make, cwd=project, check=True)
     bin_folder = bootstrap.TRAINING_VENV / "bin"
     environment = {**os.environ, "PATH": os.pathsep.join([str(bin_folder), os.environ["PATH"]])}
+    environment["VENV"] = str(bootstrap.TRAINING_VENV)
     environment.pop("PYTHONPATH", None)
     smoke = ["./launch.sh", "--cpu", "train", "--config", "configs/smoke.yaml", "--resume", "never"]
     bare = ["accelerate", "launch", "--config_file", "accelerate_config.cpu.yaml"]

@@ -1,0 +1,202 @@
+"""Rendered projects do what their README promises, on this CPU: set up, train, test, lint.
+
+That a project learns is read from its metrics; an exit code shows only that nothing crashed.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import bootstrap
+from tests.support.render import copier_command, data_arguments, export
+
+# Real digits: a run that learns nothing gets 10 %.
+ACCURACY = 0.97
+
+# Each of these runs training code that the others don't: its own tracker, its own way to start.
+PROJECTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "cpu": {
+        "gpu": "none",
+        "deployment": "local",
+        "precision": "bf16",
+        "tracker": "none",
+        "checkpoint_volume": "runs",
+        "ci": "none",
+        "license": "proprietary",
+    },
+    "mlflow": {"tracker": "mlflow", "gpu": "v100", "jupyter": "yes", "ci": "gitlab"},
+    "trackio": {"tracker": "trackio", "deployment": "local", "gpu": "h100"},
+    "wandb": {"tracker": "wandb", "num_gpus": "1", "ssh": "yes"},
+}
+# Nothing of the surroundings may decide what a project does.
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("PYTHONPATH", "VIRTUAL_ENV", "CHECKPOINT_DIR", "DATA_DIR", "CONFIG", "RUN", "ARGS")
+    and not name.startswith(("ACCELERATE_", "MLFLOW_", "TRACKIO_", "WANDB_", "GIT_", "MAKE"))
+}
+ENVIRONMENT |= bootstrap.IDENTITY
+ENVIRONMENT |= {"VENV": str(bootstrap.TRAINING_VENV), "PYTHON": bootstrap.base_python()}
+
+Render = Callable[[str], Path]
+
+
+def run(command: str, cwd: Path, code: int = 0) -> str:
+    done = subprocess.run(
+        command.split(),
+        cwd=cwd,
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    print(f"$ {command}\n{done.stdout}")
+    assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Render:
+    """Renders a project on its first use, commits it and installs what it needs."""
+    template = export(tmp_path_factory.mktemp("template") / "copier-accelerate")
+    made: dict[str, Path] = {}
+
+    def render(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("projects") / name
+            answers = data_arguments(PROJECTS[name])
+            copy = copier_command("copy", "--quiet", "--defaults", *answers, template, folder)
+            run(" ".join(copy), template)
+            for command in ("init --quiet", "add --all", "commit --quiet --message Start"):
+                run(f"git {command}", folder)
+            run("make setup", folder)
+            made[name] = folder
+        return made[name]
+
+    return render
+
+
+def metrics(run_folder: Path) -> list[dict[str, str]]:
+    with (run_folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def learned(run_folder: Path) -> None:
+    """The loss fell and the test images are recognised."""
+    rows = metrics(run_folder)
+    train = [float(row["loss"]) for row in rows if row["split"] == "train"]
+    accuracies = [float(row["accuracy"]) for row in rows if row["split"] == "eval"]
+    assert train[-1] < train[0] / 3, f"training loss went from {train[0]} to {train[-1]}"
+    assert ACCURACY <= max(accuracies) <= 1, f"accuracy on test data: {accuracies}"
+    losses = [float(row["loss"]) for row in rows if row["split"] == "eval"]
+    assert losses[-1] < 0.5, f"loss on test data: {losses}"
+
+
+def run_folders(project: Path) -> list[Path]:
+    """Where runs were written, whatever the answers call it."""
+    return sorted(path.parent for path in project.rglob("metrics.csv"))
+
+
+def unchanged(project: Path) -> None:
+    assert run("git status --porcelain", project) == ""
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_smoke_run_learns_and_leaves_the_tree_clean(project: Render, name: str):
+    folder = project(name)
+    output = run("make smoke", folder)
+    [run_folder] = run_folders(folder)
+    learned(run_folder)
+
+    # What a person sees at the end: accuracy, speed, and where to look.
+    end = "\n".join(output.splitlines()[-12:])
+    accuracy = re.search(r"accuracy\D*([\d.]+) ?(%?)", end)
+    assert accuracy, end
+    assert float(accuracy[1]) / (100 if accuracy[2] else 1) >= ACCURACY
+    speed = re.search(r"images/s\s+([\d,.]+)", end)
+    assert speed and float(speed[1].replace(",", "")) > 0, end
+    named = [folder / path for path in re.findall(r"[\w./-]*/(?:step-\d{8}|loss\.png)", end)]
+    assert {path.name[:5] for path in named} == {"step-", "loss."}, end
+    for path in named:
+        assert path.exists(), path
+    assert (run_folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    unchanged(folder)
+
+
+def test_smoke_run_uses_two_processes(project: Render):
+    folder = project("default")
+    run("make smoke", folder)
+    log = (run_folders(folder)[0] / "train.log").read_text()
+    assert "2 process(es) on cpu, MULTI_CPU" in log, log
+
+
+def test_smoke_runs_again(project: Render):
+    """A second `make smoke` trains again instead of finding itself done."""
+    folder = project("default")
+    for _ in range(2):
+        assert "first step done" in run("make smoke", folder)
+    unchanged(folder)
+
+
+def test_one_process_in_bf16(project: Render):
+    """The way that a machine without a GPU trains for real: its own configuration, not the CPU twin."""
+    folder = project("cpu")
+    run("make train CONFIG=configs/smoke.yaml RUN=one-process", folder)
+    run_folder = next(path for path in run_folders(folder) if path.name == "one-process")
+    learned(run_folder)
+    assert "bf16" in (run_folder / "train.log").read_text()
+    unchanged(folder)
+
+
+def test_compiled_with_accumulation(project: Render):
+    folder = project("default")
+    options = "--gradient_accumulation_steps 2 --compile true --compile_backend eager --run_name compiled"
+    run(f"./launch.sh --cpu train --config configs/smoke.yaml {options}", folder)
+    learned(next(path for path in run_folders(folder) if path.name == "compiled"))
+    unchanged(folder)
+
+
+def test_evaluate_export_and_plot(project: Render):
+    folder = project("default")
+    run("make smoke", folder)
+    options = f"--config configs/smoke.yaml --run_name {run_folders(folder)[0].name}"
+    evaluated = run(f"./launch.sh --cpu evaluate --checkpoint best {options}", folder)
+    best = max(float(row["accuracy"]) for row in metrics(run_folders(folder)[0]) if row["accuracy"])
+    found = re.search(r"accuracy\D*([\d.]+) ?(%?)", evaluated)
+    assert found, evaluated
+    assert float(found[1]) / (100 if found[2] else 1) == pytest.approx(best, abs=1e-3)
+    run(f"./launch.sh --cpu export --checkpoint best --output exported {options}", folder)
+    assert list((folder / "exported").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["default", "cpu"])
+def test_the_projects_own_tests_pass(project: Render, name: str):
+    output = run("make test", project(name))
+    closing = re.search(r"(\d+) passed", output)
+    assert closing and int(closing[1]) > 0
+    assert not re.search(r"\d+ (skipped|xfailed|deselected)", output)
+    unchanged(project(name))
+
+
+@pytest.mark.parametrize("name", ["default", "cpu"])
+def test_the_projects_own_linters_find_nothing(project: Render, name: str):
+    run("make lint", project(name))
+    unchanged(project(name))
+
+
+@pytest.mark.parametrize("name", ["default", "cpu"])
+def test_doctor_on_a_cpu(project: Render, name: str):
+    # Of a project that trains in a container, `make doctor` looks at the container.
+    command = {"default": "scripts/run.sh python -m my_project.doctor --cpu", "cpu": "make doctor ARGS=--cpu"}
+    output = run(command[name], project(name))
+    assert re.search(r"[1-9]\d* ok, .* 0 failed", output)
