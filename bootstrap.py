@@ -32,7 +32,7 @@ TOOLS_VENV = ROOT / ".venv"
 TOOLS_REQUIREMENTS = ROOT / "requirements" / "tools.txt"
 TRAINING_VENV = BUILD / "venv"  # torch and the rest of a generated project; smoke tests use it too
 DEMO_PROJECT = BUILD / "my-project"
-OLDEST_PYTHON = (3, 10)  # the oldest that copier and nox run on
+OLDEST_PYTHON = (3, 11)  # of generated projects
 
 # Copier commits a local template's uncommitted changes to a scratch clone of it, and on a new
 # machine git has no name yet.

@@ -37,23 +37,26 @@ PROJECTS: dict[str, dict[str, str]] = {
     "wandb": {"tracker": "wandb", "num_gpus": "1", "ssh": "yes"},
 }
 # Nothing of the surroundings may decide what a project does.
-ENVIRONMENT = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("PYTHONPATH", "VIRTUAL_ENV", "CHECKPOINT_DIR", "DATA_DIR", "CONFIG", "RUN", "ARGS")
-    and not name.startswith(("ACCELERATE_", "MLFLOW_", "TRACKIO_", "WANDB_", "GIT_", "MAKE"))
-}
-ENVIRONMENT |= bootstrap.IDENTITY
-ENVIRONMENT |= {"VENV": str(bootstrap.TRAINING_VENV), "PYTHON": bootstrap.base_python()}
+DROPPED = ("PYTHONPATH", "VIRTUAL_ENV", "CHECKPOINT_DIR", "DATA_DIR", "CONFIG", "RUN", "ARGS")
+DROPPED_PREFIXES = ("ACCELERATE_", "MAKE", "MLFLOW_", "TRACKIO_", "WANDB_")
 
 Render = Callable[[str], Path]
+
+
+def environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in DROPPED and not name.startswith(DROPPED_PREFIXES)
+    }
+    return kept | {"VENV": str(bootstrap.TRAINING_VENV), "PYTHON": bootstrap.base_python()}
 
 
 def run(command: str, cwd: Path, code: int = 0) -> str:
     done = subprocess.run(
         command.split(),
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
