@@ -20,6 +20,7 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> None:
         "[user]\n\tname = Tester\n\temail = tester@example.com\n"
         "[init]\n\tdefaultBranch = main\n[safe]\n\tdirectory = *\n[commit]\n\tgpgSign = false\n"
     )
+    (home / "settings.yml").write_text("defaults: {}\n")
     os.environ.update(
         COPIER_SETTINGS_PATH=str(home / "settings.yml"),
         COPIER_CACHE_DIR=str(home / "cache"),

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -70,9 +71,17 @@ def blocks(lock: str) -> dict[str, str]:
     return found
 
 
+def torch_releases() -> list[tuple[str, str]]:
+    """The pairs of torch and torchvision in the stack table."""
+    environment = Environment(loader=FileSystemLoader(ROOT), autoescape=True)
+    stacks = environment.get_template("includes/stacks.jinja").make_module().__dict__["stacks"]
+    return sorted({(row["torch"], row["torchvision"]) for row in stacks.values()})
+
+
 def digest() -> str:
     """One hash of all that the resolution is made from."""
-    digest = hashlib.sha256(repr((PYTHONS, PLATFORMS, MACHINES, GROUPS, OWN, LEFT_OUT)).encode())
+    settings = (PYTHONS, PLATFORMS, MACHINES, GROUPS, OWN, LEFT_OUT, torch_releases())
+    digest = hashlib.sha256(repr(settings).encode())
     for name in (*GROUPS, *OWN):
         digest.update((REQUIREMENTS / f"{name}.in").read_bytes())
     return digest.hexdigest()
@@ -80,34 +89,24 @@ def digest() -> str:
 
 def check_stacks(everything: Path, scratch: Path) -> None:
     """Every torch of the stack table must accept the locked versions, or `pip check` fails in its image."""
-    environment = Environment(loader=FileSystemLoader(ROOT), autoescape=True)
-    stacks = getattr(environment.get_template("includes/stacks.jinja").module, "stacks")  # noqa: B009
-    for torch, torchvision in sorted({(row["torch"], row["torchvision"]) for row in stacks.values()}):
+    for torch, torchvision in torch_releases():
         stack = scratch / f"torch-{torch}.in"
         stack.write_text(f"torch=={torch}\ntorchvision=={torchvision}\n")
         compile_lock([stack], stack.with_suffix(".txt"), "--constraint", str(everything))
 
 
-def groups_jinja(groups: dict[str, list[str]], versions: dict[str, str]) -> str:
-    lines = ["{# Written by tools/lock.py. #}", "{% set groups = {"]
+def groups_jinja(groups: dict[str, list[str]], packages: list[str]) -> str:
+    """Names in one string: Jinja reads hundreds of literals slowly."""
+    lines = ["{# Written by tools/lock.py: which packages each group needs. #}", "{% set groups = {"]
     for group, names in groups.items():
-        lines += [f"  '{group}': ["]
-        lines += [f"    {line}" for line in _wrapped(names)]
-        lines += ["  ],"]
-    lines += ["} %}", "{% set versions = {"]
-    lines += [f"  '{name}': '{version}'," for name, version in versions.items()]
-    lines += ["} %}", "{# The same packages as Python might import them. #}", "{% set locked_names = ["]
-    lines += [f"  {line}" for line in _wrapped([re.sub(r"[-.]", "_", name) for name in versions])]
-    return "\n".join([*lines, "] %}", ""])
+        lines += [f"  '{group}': '", *_wrapped(names), "  '.split(),"]
+    lines += ["} %}", "{# All of them, as Python might import them. #}", "{% set locked_names = '"]
+    lines += [*_wrapped([re.sub(r"[-.]", "_", name) for name in packages]), "'.split() %}", ""]
+    return "\n".join(lines)
 
 
-def _wrapped(names: list[str], width: int = 100) -> list[str]:
-    lines = [""]
-    for name in names:
-        if len(lines[-1]) + len(name) + 4 > width:
-            lines.append("")
-        lines[-1] += f"{' ' if lines[-1] else ''}'{name}',"
-    return lines
+def _wrapped(names: list[str]) -> list[str]:
+    return textwrap.wrap(" ".join(names), 116, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def lock(upgrade: bool) -> None:
@@ -133,12 +132,11 @@ def lock(upgrade: bool) -> None:
             compile_lock([path], part, "--override", str(override), "--constraint", str(locked))
             groups[group] = sorted(blocks(part.read_text()).keys() & packages.keys())
 
-    versions = {name: block.split()[0].partition("==")[2] for name, block in sorted(packages.items())}
     for path in (LOCK / "packages").glob("*.txt"):
         path.unlink()
     for name, block in packages.items():
         (LOCK / "packages" / f"{name}.txt").write_text(block)
-    (LOCK / "groups.jinja").write_text(groups_jinja(groups, versions))
+    (LOCK / "groups.jinja").write_text(groups_jinja(groups, sorted(packages)))
 
     for name in OWN:
         upgrades = ["--upgrade"] if upgrade else []

@@ -8,6 +8,7 @@ The files under tests/recorded/ are what ours must equal. Record them anew when 
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pexpect
 
@@ -26,7 +27,9 @@ def record(python: str, gpus: int, precision: str, output: Path) -> None:
     command = [python, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(output)]
     with tempfile.TemporaryDirectory() as home:
         environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "HOME": home, "CUDA_VISIBLE_DEVICES": ""}
-        child = pexpect.spawn(command[0], command[1:], timeout=60, encoding="utf-8", dimensions=(50, 250), env=environment)
+        child = pexpect.spawn(
+            command[0], command[1:], timeout=60, encoding="utf-8", dimensions=(50, 250), env=environment
+        )
         menus = {
             "In which compute environment": "0",
             "Which type of machine": "4" if gpus > 1 else "0",
@@ -39,7 +42,7 @@ def record(python: str, gpus: int, precision: str, output: Path) -> None:
             ("on CPU only", "no" if gpus else "yes", False),
             (r"\[(yes/NO|1|all)\]: ?", "", False),  # everything else keeps its default
         ]
-        patterns = [prompt for prompt, _, _ in prompts] + [pexpect.EOF]
+        patterns: list[Any] = [prompt for prompt, _, _ in prompts] + [pexpect.EOF]
         while (index := child.expect(patterns)) < len(prompts):
             _, answer, is_menu = prompts[index]
             if is_menu:

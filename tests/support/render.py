@@ -70,7 +70,11 @@ class Renderer:
             self.environment = worker.jinja_env
         from_string = self.environment.from_string
         cached = functools.lru_cache(maxsize=None)(from_string)
-        self.environment.from_string = lambda source: (cached if isinstance(source, str) else from_string)(source)  # type: ignore[method-assign,assignment]
+
+        def from_string_once(source: Any) -> Any:
+            return (cached if isinstance(source, str) else from_string)(source)
+
+        self.environment.__dict__["from_string"] = from_string_once
         self._choices: dict[tuple[str, str], dict[Any, str]] = {}
 
     @property
@@ -104,9 +108,7 @@ class Renderer:
         """All answers, asked ones only, when the others take their defaults; nothing is written."""
         with self._worker(answers, self.path / "nowhere") as worker:
             worker._ask()
-            return {
-                key: worker.answers.user[key] for key in self.questions if key not in worker.answers.hidden
-            }
+            return {key: worker.answers.user[key] for key in self.questions if key not in worker.answers.hidden}
 
     def refusal(self, answers: Mapping[str, Any]) -> str:
         """The sentence with which these answers are refused, or an empty string."""

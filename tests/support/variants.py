@@ -121,9 +121,13 @@ def pairs(renderer: Renderer) -> list[Answers]:
     for goal in sorted(uncovered, key=lambda pair: sorted(map(repr, pair))):
         if goal in uncovered:
             variant = _best_variant(space, dict(goal), uncovered)
-            uncovered -= set(map(frozenset, itertools.combinations(variant.items(), 2)))
+            uncovered -= _pairs(variant)
             variants.append(variant)
     return variants
+
+
+def _pairs(answers: Answers) -> set[Pair]:
+    return set(map(frozenset, itertools.combinations(answers.items(), 2)))
 
 
 def possible_pairs(space: Space) -> set[Pair]:
@@ -138,19 +142,15 @@ def possible_pairs(space: Space) -> set[Pair]:
 def _best_variant(space: Space, goal: Answers, uncovered: set[Pair]) -> Answers:
     """A whole set of answers with the goal in it, each of the others chosen for the most uncovered pairs."""
 
-    def gain(given: Answers, name: str, value: Any) -> int:
-        return sum(frozenset({(name, value), pair}) in uncovered for pair in given.items())
+    def covered(given: Answers) -> int:
+        return len(_pairs(given) & uncovered)
 
-    chosen = dict(
-        max(
-            space.walk(space.closure(list(goal)), goal),
-            key=lambda given: sum(pair in uncovered for pair in map(frozenset, itertools.combinations(given.items(), 2))),
-        )
-    )
+    best = max(space.walk(space.closure(list(goal)), goal), key=covered)
+    chosen = dict(best)
     context: Answers = {}
     for name in space.names:
         values, default = space.possible(name, context)
         if name not in chosen and values:
-            chosen[name] = max(values, key=lambda value: gain(chosen, name, value))
+            chosen[name] = max(values, key=lambda value: covered(chosen | {name: value}))
         context[name] = chosen.get(name, default)
     return {name: chosen[name] for name in space.names if name in chosen}

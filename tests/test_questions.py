@@ -1,0 +1,511 @@
+"""What the questions accept, what they refuse and how, and that nothing is written then."""
+
+import itertools
+import keyword
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pyte
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.render import (
+    ROOT,
+    Answers,
+    Renderer,
+    copier_command,
+    data_arguments,
+    files,
+    load_yaml,
+    run_copier,
+)
+from tests.support.variants import VALUES, Space, combinations
+
+PRESETS = sorted((ROOT / "presets").glob("*.yml"))
+
+
+def exported(renderer: Renderer, file: str) -> Any:
+    """The names that a file in includes/ sets."""
+    return renderer.environment.get_template(f"includes/{file}").module
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+# Through the command line, since exit code, last line and an untouched disk are the promise.
+REFUSED_ON_THE_COMMAND_LINE: list[tuple[Answers, str]] = [
+    ({"gpu_cuont": 4}, "there is no question 'gpu_cuont'"),
+    ({"num_gpus": "8.5"}, "num_gpus must be a whole number such as 4, not 8.5"),
+    ({"project_slug": "../elsewhere"}, "project_slug must be 1 to 40 small letters"),
+    ({"package_name": "torch"}, "package_name must not be 'torch'"),
+    ({"gpu": "v100", "precision": "bf16"}, "bf16 needs compute capability 8.0 and the NVIDIA V100 has 7.0"),
+    ({"gpu": "v100", "torch_stack": "2.14.1-cuda13.0"}, "choose 2.14.1-cuda12.6"),
+    ({"deployment": "local", "shm_size": "16gb"}, "shm_size is only for deployment=docker"),
+    ({"description": "two\nlines"}, "description must be one line of plain text"),
+]
+
+# In this process: the same engine, many times.
+REFUSED: list[tuple[Answers, str]] = [
+    *REFUSED_ON_THE_COMMAND_LINE,
+    ({"project_name": ""}, "project_name must not be empty"),
+    ({"project_name": "   "}, "project_name must not be empty"),
+    ({"project_name": "a\x00b"}, "project_name must be one line"),
+    ({"project_name": "a\x85b"}, "project_name must be one line"),
+    ({"project_name": "a\u202eb"}, "project_name must be one line"),
+    ({"project_name": "a\udc80b"}, "project_name must be one line"),
+    ({"project_name": " a"}, "must not start or end with a space"),
+    ({"project_name": "a" * 61}, "at most 60 characters, not 61"),
+    ({"author_name": ""}, "author_name must not be empty"),
+    ({"author_name": "a\rb"}, "author_name must be one line"),
+    ({"author_email": "ada at example.com"}, "author_email must be an address"),
+    ({"author_email": "ada@example.com\n"}, "author_email must be an address"),
+    *(({"project_slug": slug}, "project_slug must be") for slug in ("", "A", "a/b", "-a", "a-", ".", "a" * 41, "a\n")),
+    *(({"package_name": name}, "must not be") for name in ("class", "json", "accelerate", "numpy", "yaml", "tests")),
+    *(({"package_name": name}, "package_name must be") for name in ("", "a-b", "1x", "Torch", "a" * 61, "é", "a\n")),
+    ({"license": "gpl"}, "'gpl' is not in"),
+    ({"gpu": "a100"}, "'a100' is not in"),
+    ({"gpu": "none", "num_gpus": 4}, "num_gpus must be 0 when gpu is none"),
+    *(
+        ({"num_gpus": number}, "num_gpus must be")
+        for number in (-1, 17, 10**9, 8.7, True, None, "", "four", "1e3", "0x4")
+    ),
+    ({"num_gpus": 0, "precision": "fp16"}, "fp16 needs a GPU"),
+    ({"gpu": "none", "precision": "fp16"}, "fp16 needs a GPU"),
+    ({"gpu": "t4", "precision": "bf16"}, "choose fp16 or fp32"),
+    ({"precision": "fp8"}, "'fp8' is not in"),
+    ({"precision": False}, "'False' is not in"),
+    ({"gpu": "gb200", "deployment": "docker"}, "docker needs an x86-64 machine"),
+    ({"gpu": "b200", "torch_stack": "2.14.1-cuda12.6"}, "runs on compute capability 5.0 to 9.0"),
+    ({"torch_stack": "2.12.0-cuda13.0"}, "'2.12.0-cuda13.0' is not in"),
+    *(
+        ({"checkpoint_volume": volume}, "checkpoint_volume must be a volume name")
+        for volume in ("", ".", "a/b", "./a", "/", "/a/../b", "/a b", "/a:b", "$HOME", "a\n")
+    ),
+    *(
+        ({"deployment": "local", "checkpoint_volume": folder}, "checkpoint_volume must be a folder")
+        for folder in ("", "..", "../a", "a/../../b", "/", "~/a", "a b", "a\n")
+    ),
+    ({"preemption_grace_seconds": 29}, "must be from 30 to 3600, not 29"),
+    ({"preemption_grace_seconds": 3601}, "must be from 30 to 3600, not 3601"),
+    ({"preemption_grace_seconds": "2m"}, "preemption_grace_seconds must be a whole number"),
+    *(
+        ({"image_registry": registry}, "image_registry must be")
+        for registry in ("https://registry.example.com", "registry.example.com/", "Registry.example.com", "a b", "a//b")
+    ),
+    *(({"shm_size": size}, "shm_size must be whole gigabytes") for size in ("", "16", "7gb", "8.5gb", "64mb", "16GB")),
+    ({"jupyter": True}, "jupyter must be 'yes' or 'no' in quotes"),
+    ({"jupyter": "maybe"}, "'maybe' is not in"),
+    ({"deployment": "local", "ssh": "no"}, "ssh is only for deployment=docker"),
+    ({"deployment": "local", "image_registry": ""}, "image_registry is only for deployment=docker"),
+]
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], sentence: str, project: Path) -> None:
+    assert result.returncode == 1
+    assert sentence in result.stderr.strip().splitlines()[-1]
+    assert not project.exists()
+
+
+@pytest.mark.parametrize(("answers", "sentence"), REFUSED_ON_THE_COMMAND_LINE, ids=lambda value: str(value)[:40])
+def test_refused_with_data(answers: Answers, sentence: str, template: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    assert_refused(run_copier("copy", "--defaults", *data_arguments(answers), template, project), sentence, project)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("gpu_cuont: 4", "there is no question 'gpu_cuont'"),
+        ("num_gpus: 8.7", "num_gpus must be a whole number such as 4, not 8.7"),  # Copier would take 8
+        ("jupyter: yes", "jupyter must be 'yes' or 'no' in quotes"),  # YAML reads true
+        ("gpu: v100\ntorch_stack: 2.14.1-cuda13.0", "choose 2.14.1-cuda12.6"),
+    ],
+)
+def test_refused_with_data_file(text: str, sentence: str, template: Path, tmp_path: Path) -> None:
+    project, answers = tmp_path / "project", tmp_path / "answers.yml"
+    answers.write_text(text)
+    assert_refused(run_copier("copy", "--defaults", "--data-file", answers, template, project), sentence, project)
+
+
+@pytest.mark.parametrize(("answers", "sentence"), REFUSED, ids=lambda value: ascii(value)[:60])
+def test_refused_with_one_sentence(answers: Answers, sentence: str, renderer: Renderer) -> None:
+    refusal = renderer.refusal(answers)
+    assert sentence in refusal
+    assert "\n" not in refusal.strip()
+
+
+def test_every_refusal_names_its_question_and_ends_as_a_sentence(renderer: Renderer) -> None:
+    for answers, _ in REFUSED:
+        refusal = renderer.refusal(answers)
+        assert any(key in refusal for key in answers), refusal
+        assert refusal.endswith((".", "]")), refusal  # "]": Copier's own list of the choices
+
+
+# -- valid answers -----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_valid_after_all_answers(renderer: Renderer) -> None:
+    space = Space(renderer)
+    before = [answers for name in space.names for answers in space.walk(space.needs[name])]
+    assert {answers.get("gpu", "none") for answers in before} == set(exported(renderer, "gpus.jinja").gpus)
+    for answers in {repr(sorted(answers.items())): answers for answers in before}.values():
+        assert renderer.refusal(answers) == "", answers
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(name=st.text(min_size=1, max_size=60))
+def test_any_accepted_project_name_gives_valid_names(renderer: Renderer, name: str) -> None:
+    try:
+        renderer.question("project_name", {}).validate_answer(name)
+    except ValueError:
+        return
+    slug = renderer.question("project_slug", {"project_name": name}).get_default()
+    assert re.fullmatch("[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", slug)
+    package = renderer.question("package_name", {"project_slug": slug}).get_default()
+    assert package.isidentifier()
+
+
+@pytest.mark.parametrize(
+    ("name", "slug", "package"),
+    [
+        ("My Project", "my-project", "my_project"),
+        ("9lives", "9lives", "project_9lives"),
+        ("class", "class", "class_project"),
+        ("torch", "torch", "torch_project"),
+        ("ÄÖ test", "test", "test_project"),
+        ("日本語", "my-project", "my_project"),
+        ("--a--b--", "a-b", "a_b"),
+        ("x" * 39 + " y", "x" * 39, "x" * 39),
+    ],
+)
+def test_names_from_the_project_name(renderer: Renderer, name: str, slug: str, package: str) -> None:
+    answers = renderer.answer({"project_name": name})
+    assert (answers["project_slug"], answers["package_name"]) == (slug, package)
+
+
+def test_defaults_suit_the_machine(renderer: Renderer) -> None:
+    def chosen(**given: Any) -> tuple[Any, ...]:
+        answers = renderer.answer(given)
+        return answers["precision"], answers["torch_stack"], answers["deployment"]
+
+    assert chosen() == ("bf16", "2.14.1-cuda13.0", "docker")
+    assert chosen(gpu="v100") == ("fp16", "2.14.1-cuda12.6", "docker")
+    assert chosen(gpu="t4") == ("fp16", "2.14.1-cuda13.0", "docker")
+    assert chosen(gpu="gb200") == ("bf16", "2.14.1-cuda13.0", "local")
+    assert chosen(gpu="none") == ("fp32", "2.14.1-cuda13.0", "docker")
+    assert chosen(gpu="t4", num_gpus=0) == ("fp32", "2.14.1-cuda13.0", "docker")
+    assert renderer.answer({"gpu": "none", "num_gpus": 0}).get("num_gpus") is None  # accepted, though not asked
+
+
+def test_what_is_possible_on_each_gpu(renderer: Renderer) -> None:
+    """The facts themselves: a slip in a table or a rule shows here."""
+    possible: dict[str, set[Any]] = {}
+    for answers in combinations(renderer, ["gpu", "precision", "torch_stack"]):
+        possible.setdefault(answers["gpu"], set()).add((answers["precision"], answers["torch_stack"]))
+    cuda = {gpu: {stack.partition("-")[2] for _, stack in found} for gpu, found in possible.items()}
+    bf16 = {gpu for gpu, found in possible.items() if any(precision == "bf16" for precision, _ in found)}
+    blackwell = {"rtx-5090", "b200", "gb200", "rtx-pro-6000"}
+    assert set(possible) - bf16 == {"v100", "t4"}
+    assert {gpu for gpu, found in cuda.items() if "cuda12.6" not in found} == blackwell
+    assert {gpu for gpu, found in cuda.items() if "cuda13.0" not in found} == {"v100"}
+    assert {stack for _, stack in possible["v100"]} == {"2.14.1-cuda12.6", "2.13.0-cuda12.6", "2.8.0-cuda12.8"}
+    assert not any(precision == "fp16" for precision, _ in possible["none"])
+
+
+def test_driver_of_a_stack(renderer: Renderer) -> None:
+    driver = exported(renderer, "rules.jinja").driver
+    assert driver("2.14.1-cuda13.0", "a100-80gb") == "580"
+    assert driver("2.8.0-cuda12.8", "a100-80gb") == "525"
+    assert driver("2.8.0-cuda12.8", "rtx-5090") == "570"
+    assert driver("2.14.1-cuda12.6", "none") == "525"
+
+
+HOSTILE = [
+    'O\'Neil "X"',
+    "emoji 🚀🧪",
+    "# not a comment",
+    "{{ 7*7 }}{% raw %}",
+    "${HOME} $(id) `id` \\n %s",
+    "a: b, [c], {d}, !e, &f, *g",
+    "- yes",
+    "<script>alert(1)</script>",
+    "null",
+    "3.10",
+    "] ''' \"\"\"",
+    "é\u0301 ﷺ \U0001f468\u200d\U0001f469",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_stays_text(text: str, renderer: Renderer, tmp_path: Path) -> None:
+    answers = {"project_name": text, "description": text, "author_name": text}
+    project = renderer.render(answers, tmp_path / "project")
+    written = load_yaml(project / ".copier-answers.yml")
+    assert {key: written[key] for key in answers} == answers
+    # Rendered from its own answers the project is the same: what an update relies on.
+    again = {key: value for key, value in written.items() if not key.startswith("_")}
+    assert files(renderer.render(again, tmp_path / "again")) == files(project)
+
+
+@pytest.mark.parametrize("slug", ["123", "1e5", "no", "null", "0-9"])
+def test_names_that_yaml_could_misread(slug: str, renderer: Renderer, tmp_path: Path) -> None:
+    project = renderer.render({"project_slug": slug}, tmp_path / "project")
+    assert load_yaml(project / "platform.yaml")["project"] == slug
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_presets(preset: Path, renderer: Renderer) -> None:
+    answers = load_yaml(preset)
+    assert renderer.refusal(answers) == ""
+    assert answers.items() <= renderer.answer(answers).items()
+    assert not answers.keys() & {"project_name", "project_slug", "package_name", "description"}
+
+
+def test_fast_rendering_equals_the_command_line(
+    renderer: Renderer, variants: list[Answers], template: Path, tmp_path: Path
+) -> None:
+    sample = [{}, *variants[:: len(variants) // 3], load_yaml(PRESETS[0])]
+    for number, answers in enumerate(sample):
+        result = run_copier(
+            "copy", "--defaults", "--quiet", *data_arguments(answers), template, tmp_path / f"real-{number}"
+        )
+        assert result.returncode == 0, result.stderr
+        assert files(renderer.render(answers, tmp_path / f"fast-{number}")) == files(tmp_path / f"real-{number}")
+
+
+def test_preset_with_data_file(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+    preset = ROOT / "presets" / "server-4xa100-40gb-fp16.yml"
+    result = run_copier("copy", "--defaults", "--data-file", preset, template, tmp_path / "project")
+    assert result.returncode == 0, result.stderr
+    assert files(tmp_path / "project") == files(renderer.render(load_yaml(preset), tmp_path / "fast"))
+    assert "make build && make train" in result.stderr
+
+
+def test_an_organisations_settings_are_defaults(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings_file = tmp_path / "settings.yml"
+    settings_file.write_text("defaults:\n  gpu: none\n  num_gpus: 8\n  author_name: Example Team\n")
+    monkeypatch.setenv("COPIER_SETTINGS_PATH", str(settings_file))
+    result = run_copier("copy", "--defaults", template, tmp_path / "project")
+    assert result.returncode == 0, result.stderr
+    assert load_yaml(tmp_path / "project" / ".copier-answers.yml")["author_name"] == "Example Team"
+    assert load_yaml(tmp_path / "project" / "platform.yaml")["hardware"]["num_gpus"] == 0
+
+
+def test_an_answer_can_be_changed_later(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+    """The guards know the answers file of an update: its `_commit`, and questions that are no longer asked."""
+    source, project = tmp_path / "template", tmp_path / "project"
+    shutil.copytree(template, source)
+
+    def git(folder: Path, *arguments: str) -> None:
+        subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+
+    for command in (["init"], ["add", "--all"], ["commit", "--message=Template"], ["tag", "v1.0.0"]):
+        git(source, *command)
+    assert run_copier("copy", "--defaults", source, project).returncode == 0
+    for command in (["init"], ["add", "--all"], ["commit", "--message=Project"]):
+        git(project, *command)
+    change = {"gpu": "v100", "num_gpus": 1, "deployment": "local", "precision": "fp16", "torch_stack": "2.8.0-cuda12.8"}
+    result = run_copier("update", "--defaults", "--vcs-ref", ":current:", *data_arguments(change), project)
+    assert result.returncode == 0, result.stderr
+    expected = files(renderer.render(change, tmp_path / "fresh"))
+    updated = {name: file for name, file in files(project).items() if not name.startswith(".git/")}
+    del expected[".copier-answers.yml"], updated[".copier-answers.yml"]  # it names where it came from
+    assert updated == expected
+
+
+# -- at the prompts ----------------------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """`copier copy` on a terminal, read as a person sees it: the screen, not the bytes that draw it."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        command = copier_command("copy", *arguments)
+        lines, columns = 100, 250
+        self.child = pexpect.spawn(command[0], command[1:], encoding="utf-8", dimensions=(lines, columns))
+        self.screen = pyte.Screen(columns, lines)
+        self.stream = pyte.Stream(self.screen)
+
+    def expect(self, text: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in "\n".join(self.screen.display):
+            assert time.monotonic() < deadline, f"{text!r} is not on the screen:\n" + "\n".join(self.screen.display)
+            self._read()
+
+    def _read(self) -> bool:
+        try:
+            self.stream.feed(self.child.read_nonblocking(65536, timeout=0.2))
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        return True
+
+    def type(self, text: str) -> None:
+        self.child.send(text)
+
+    def enter(self, text: str = "") -> None:
+        self.child.send(f"{text}\r")
+
+    def replace(self, text: str) -> None:
+        """Ctrl-U empties the line, which holds the default."""
+        self.child.send(f"\x15{text}\r")
+
+    def finish(self, seconds: float = 30) -> int:
+        deadline = time.monotonic() + seconds
+        while self._read():
+            assert time.monotonic() < deadline, "still waiting:\n" + "\n".join(self.screen.display)
+        self.child.close()
+        return -1 if self.child.exitstatus is None else self.child.exitstatus
+
+
+def help_line(renderer: Renderer, name: str, answers: Answers) -> str:
+    """What the prompt shows first."""
+    return renderer.question(name, answers).get_message().split("\n")[0].strip()[:60]
+
+
+def test_prompts_with_enter_give_the_defaults(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+    prompts = Prompts(template, tmp_path / "project")
+    defaults = renderer.answer({})
+    for name in defaults:
+        prompts.expect(help_line(renderer, name, defaults))
+        prompts.enter()
+    assert prompts.finish() == 0
+    assert files(tmp_path / "project") == files(renderer.render({}, tmp_path / "defaults"))
+
+
+def test_prompts_refuse_with_the_sentence_and_ask_again(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+    given = {name: value for name, value in renderer.answer({}).items() if name not in ("package_name", "num_gpus")}
+    prompts = Prompts(*data_arguments(given), template, tmp_path / "project")
+    prompts.expect(help_line(renderer, "package_name", given))
+    for wrong, sentence in (
+        ("torch", "package_name must not be 'torch'"),
+        ("class", "package_name must not be 'class'"),
+    ):
+        prompts.replace(wrong)
+        prompts.expect(sentence)
+    prompts.replace("vision")
+    prompts.expect(help_line(renderer, "num_gpus", given))
+    prompts.replace("17")
+    prompts.expect("num_gpus must be from 0 (CPU only) to 16")
+    prompts.replace("8")
+    assert prompts.finish() == 0
+    answers = load_yaml(tmp_path / "project" / ".copier-answers.yml")
+    assert (answers["package_name"], answers["num_gpus"]) == ("vision", 8)
+
+
+def test_prompts_show_why_a_choice_is_not_possible(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+    fixed = {"gpu": "v100", "precision": "fp16", "torch_stack": "2.14.1-cuda12.6"}
+    given = {name: value for name, value in renderer.answer(fixed).items() if name not in ("precision", "torch_stack")}
+    prompts = Prompts(*data_arguments(given), template, tmp_path / "project")
+    prompts.expect("(bf16 needs compute capability 8.0 and the NVIDIA V100 has 7.0: choose fp16 or fp32.)")
+    prompts.enter()
+    prompts.expect("(2.14.1-cuda13.0 runs on compute capability 7.5 to 12.0 and the NVIDIA V100 has 7.0")
+    prompts.type("\x1b[A")  # up from the default goes past the impossible ones, round to the last
+    prompts.enter()
+    assert prompts.finish() == 0
+    answers = load_yaml(tmp_path / "project" / ".copier-answers.yml")
+    assert (answers["precision"], answers["torch_stack"]) == ("fp16", "2.8.0-cuda12.8")
+
+
+def test_prompts_refuse_an_unknown_answer_before_asking(template: Path, tmp_path: Path) -> None:
+    prompts = Prompts("--data", "gpu_cuont=4", template, tmp_path / "project")
+    prompts.expect("there is no question 'gpu_cuont'")
+    assert prompts.finish() == 1
+    assert not (tmp_path / "project").exists()
+
+
+# -- copier.yml and the tables -----------------------------------------------------------------------------------------
+
+KNOWN_SETTINGS = {
+    "_min_copier_version", "_subdirectory", "_envops", "_skip_if_exists", "_exclude",
+    "_message_before_copy", "_message_after_copy", "_message_before_update", "_message_after_update",
+}  # fmt: skip
+KNOWN_ATTRIBUTES = {"type", "help", "default", "choices", "validator", "when", "placeholder"}
+
+
+def test_copier_yml_has_only_what_copier_knows_and_we_use(renderer: Renderer) -> None:
+    documents = (ROOT / "copier.yml").read_text().split("\n---\n")
+    included = re.findall(r"^!include (\S+)$", "\n".join(documents[1:]), flags=re.MULTILINE)
+    assert set(yaml.safe_load(documents[0])) == KNOWN_SETTINGS  # no tasks, migrations or extensions: no --trust
+    assert sorted(included) == sorted(f"questions/{path.name}" for path in (ROOT / "questions").iterdir())
+    names = [name for file in included for name in load_yaml(ROOT / file)]
+    assert names == list(renderer.questions) == list(dict.fromkeys(names))
+    for name, question in renderer.questions.items():
+        assert set(question) <= KNOWN_ATTRIBUTES, name
+        assert {"type", "help", "default"} <= set(question), name
+        assert question["type"] in {"str", "int"}, f"{name}: Copier reads any text as a bool"
+        assert name in VALUES or question.get("choices"), f"{name}: no values to test in tests/support/variants.py"
+
+
+def test_rules_know_the_questions(renderer: Renderer) -> None:
+    rules = exported(renderer, "rules.jinja")
+    assert rules.questions == list(renderer.questions)
+    assert not set(rules.retired) & set(rules.questions)
+    assert rules.whole_numbers == [name for name, question in renderer.questions.items() if question["type"] == "int"]
+    with_yes = [name for name in renderer.questions if "yes" in renderer.choices(name, renderer.answer({}))]
+    assert rules.yes_or_no == with_yes
+
+
+def test_tables(renderer: Renderer) -> None:
+    gpus, stacks = exported(renderer, "gpus.jinja").gpus, exported(renderer, "stacks.jinja").stacks
+    builds = exported(renderer, "stacks.jinja").cuda_builds
+    for gpu, row in gpus.items():
+        assert re.fullmatch("[a-z0-9-]+", gpu)
+        assert row["capability"] is None or re.fullmatch(r"\d+\.\d", row["capability"]), gpu
+        assert gpu == "none" or row["memory_gb"] > 0, gpu
+    for stack, row in stacks.items():
+        assert stack == f"{row['torch']}-cuda{row['cuda']}"
+        assert row["cuda"] in builds
+        assert re.fullmatch("(sha256:[0-9a-f]{64})?", row["digest"]), stack
+        assert row["python"] == ("3.11" if tuple(map(int, row["torch"].split("."))) < (2, 10) else "3.12"), stack
+    digests = [row["digest"] for row in stacks.values() if row["digest"]]
+    assert len(digests) == len(set(digests))
+
+
+def test_reserved_names(renderer: Renderer) -> None:
+    reserved = exported(renderer, "reserved.jinja")
+    own = {name for name in sys.stdlib_module_names if not name.startswith("_")} | set(
+        filter(str.islower, keyword.kwlist)
+    )
+    assert own <= set(reserved.python_names)
+    assert {"torch", "torchvision", "yaml", "sklearn", "src", "tests"} <= set(reserved.project_names)
+
+
+# -- the rendered lock -------------------------------------------------------------------------------------------------
+
+
+def test_lock_is_up_to_date() -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "tools" / "lock.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_locked_package_is_used(renderer: Renderer) -> None:
+    lock = exported(renderer, "lock/groups.jinja")
+    stored = {path.stem for path in (ROOT / "includes" / "lock" / "packages").iterdir()}
+    assert stored == set(itertools.chain.from_iterable(lock.groups.values()))
+    assert not stored & {"torch", "torchvision", "triton"}
+
+
+def test_rendered_lock(renderer: Renderer, tmp_path: Path) -> None:
+    groups = exported(renderer, "lock/groups.jinja").groups
+    for number, answers in enumerate(combinations(renderer, ["tracker", "jupyter"])):
+        text = (renderer.render(answers, tmp_path / str(number)) / "requirements" / "template.txt").read_text()
+        names = re.findall(r"^([a-z0-9][a-z0-9._-]*)==\S+", text, flags=re.MULTILINE)
+        wanted = {*groups["base"], *groups["dev"], *groups.get(answers["tracker"], [])}
+        wanted |= set(groups["jupyter"]) if answers["jupyter"] == "yes" else set()
+        assert names == sorted(wanted)
+        for block in re.split(r"\n(?=[a-z0-9])", text)[1:]:
+            assert "--hash=sha256:" in block, block
+        assert "accelerate==1.15.0 " in text
