@@ -495,7 +495,7 @@ def judge_all_reduce(facts: AllReduce, platform: Platform) -> Line:
             "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the direct link between "
             "GPUs is broken (PCIe ACS or IOMMU); see shared memory too"
         )
-    if facts.hung_while == "importing torch":
+    if facts.hung_while in ("starting Python", "importing torch"):
         advice = "the disk with the packages is slow or the machine is busy: run again"
     return fail(f"{who}: {facts.problem}", advice)
 

@@ -1,0 +1,331 @@
+"""Checkpoints that are complete or absent.
+
+    <run>/step-00001000/state/…        model, optimizer, random states of every rank
+                        progress.json  where the run stands
+                        MANIFEST.json  size and hash of each file: what makes it complete
+    <run>/latest · best                names of two of them
+
+All ranks save into `step-….tmp`; files are flushed and hashed; the folder is renamed; the pointers
+are swapped; only then are older ones removed. A machine may die between any two of these.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from .collective import FailTogether, agree
+from .errors import UserError
+from .logs import logger
+
+MANIFEST = "MANIFEST.json"
+PROGRESS = "progress.json"
+STATE = "state"
+LATEST = "latest"
+BEST = "best"
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """Where a run stands, between two optimizer steps."""
+
+    step: int = 0  # optimizer steps taken
+    epoch: int = 0
+    position: int = 0  # samples of this epoch seen by all processes together
+    samples_seen: int = 0
+    evaluated_step: int | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # of that evaluation
+    best_step: int | None = None
+    best_value: float | None = None
+    interval_forward_passes: int = 0  # since the last row of metrics.csv
+    interval_sums: list[list[float]] = field(default_factory=list)  # loss, metric of each rank
+    world_size: int = 1
+    versions: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        run_dir: folder of the run on the checkpoint volume.
+        keep_last: newest ones to keep; the best one stays besides.
+        keep_every: keep those at multiples of this step too; 0 = none.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, run_dir: Path, keep_last: int, keep_every: int
+    ) -> None:
+        self.accelerator = accelerator
+        self.run_dir = run_dir
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.resumed_from: Path | None = None
+
+    def save(self, progress: Progress) -> Path:
+        """Write a checkpoint of this step. Collective. Returns its folder.
+
+        A step that is saved already only gets the pointers.
+        Raises: UserError when the volume is full or cannot be written; what was complete stays.
+        """
+        folder = self.run_dir / step_name(progress.step)
+        if not agree(self.accelerator, is_complete(folder)):
+            temporary = folder.with_suffix(".tmp")
+            with FailTogether(self.accelerator, f"could not save {folder}"):
+                if self.accelerator.is_main_process:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    (temporary / STATE).mkdir(parents=True)
+            with FailTogether(self.accelerator, f"could not save {folder}"):
+                self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
+            with FailTogether(self.accelerator, f"could not save {folder}"):
+                if self.accelerator.is_main_process:
+                    _write(temporary / PROGRESS, json.dumps(dataclasses.asdict(progress), indent=1))
+            hashes = self._hash_files(temporary)
+            with FailTogether(self.accelerator, f"could not save {folder}"):
+                if self.accelerator.is_main_process:
+                    _write(temporary / MANIFEST, _manifest_text(hashes))
+                    for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
+                        _flush(inner)
+                    os.rename(temporary, folder)
+                    _flush(self.run_dir)
+        with FailTogether(self.accelerator, "could not update the checkpoint volume"):
+            if self.accelerator.is_main_process:
+                _point(self.run_dir / LATEST, folder.name)
+                if progress.best_step is not None:
+                    best = self.run_dir / step_name(progress.best_step)
+                    if is_complete(best):
+                        _point(self.run_dir / BEST, best.name)
+                self._prune()
+        return folder
+
+    def restore(self, resume: str) -> Progress | None:
+        """Load a checkpoint into what was prepared. Collective.
+
+        Args:
+            resume: "auto" takes the newest complete and intact one, or starts fresh where there is
+                none; "never" starts fresh; anything else is the folder of one checkpoint.
+        Returns: where to go on, or None to start fresh.
+        Raises: UserError when a named checkpoint cannot be had, or none of those here is intact.
+        """
+        found: list[Any] = [None, None]  # folder, message of what is wrong
+        if self.accelerator.is_main_process:
+            try:
+                found[0] = self._choose(resume)
+            except UserError as error:
+                found[1] = str(error)
+        broadcast_object_list(found)
+        if found[1]:
+            raise UserError(found[1])
+        if found[0] is None:
+            return None
+        folder = Path(found[0])
+        progress = read_progress(folder)
+        load_state(self.accelerator, folder)
+        self.resumed_from = folder
+        return progress
+
+    def _choose(self, resume: str) -> str | None:
+        if resume == "never":
+            if complete_checkpoints(self.run_dir):
+                raise UserError(
+                    f"{self.run_dir} holds checkpoints and --resume never would overwrite them: "
+                    "give another run_name, or remove the folder"
+                )
+            return None
+        if resume != "auto":
+            return str(open_intact(self.run_dir, resume))
+        for leftover in self.run_dir.glob("step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        candidates = complete_checkpoints(self.run_dir)
+        for folder in reversed(candidates):
+            problem = find_damage(folder)
+            if not problem:
+                return str(folder)
+            logger.warning(f"{folder} is damaged ({problem}); taking the one before")
+        if candidates:
+            raise UserError(
+                f"no checkpoint in {self.run_dir} is intact: restore one from a copy, or give "
+                "another run_name to start again"
+            )
+        return None
+
+    def _hash_files(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Flush and hash all files below a folder, each by one rank. Collective."""
+        with FailTogether(self.accelerator, f"could not save {folder}"):
+            share = {}
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            for path in files[self.accelerator.process_index :: self.accelerator.num_processes]:
+                share[path.relative_to(folder).as_posix()] = _describe(path)
+                _flush(path)
+        shares = gather_object([share])
+        return {name: entry for part in shares for name, entry in sorted(part.items())}
+
+    def _prune(self) -> None:
+        folders = complete_checkpoints(self.run_dir)
+        best = read_pointer(self.run_dir / BEST)
+        for folder in folders[: -self.keep_last]:
+            step = int(folder.name.removeprefix("step-"))
+            kept = self.keep_every > 0 and step % self.keep_every == 0
+            if not kept and folder != best and folder != self.resumed_from:
+                # Out of sight first: a half-removed folder must not look like a checkpoint.
+                doomed = folder.with_suffix(".tmp")
+                os.rename(folder, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step's checkpoint; names sort by step."""
+    return f"step-{step:08d}"
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Folders of complete checkpoints, oldest first."""
+    return sorted(
+        folder
+        for folder in run_dir.glob("step-*")
+        if folder.name.removeprefix("step-").isdigit() and is_complete(folder)
+    )
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder was finished; its content is not looked at."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_pointer(path: Path) -> Path | None:
+    """The checkpoint that `latest` or `best` names, if it is there."""
+    try:
+        folder = path.parent / path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return folder if folder != path.parent and is_complete(folder) else None
+
+
+def resolve(run_dir: Path, name: str) -> Path:
+    """The folder meant by "latest", "best", the name of a step, a step, or a path.
+
+    Raises: UserError when there is no complete checkpoint of that name.
+    """
+    if name in (LATEST, BEST):
+        pointed = read_pointer(run_dir / name)
+        if pointed is None:
+            raise UserError(f"{run_dir} has no {name} checkpoint: train first, or check run_name")
+        return pointed
+    options = [Path(name), run_dir / name]
+    if name.isdigit():
+        options.append(run_dir / step_name(int(name)))
+    for folder in options:
+        if is_complete(folder):
+            return folder
+    here = ", ".join(folder.name for folder in complete_checkpoints(run_dir)) or "none"
+    raise UserError(f"no complete checkpoint at {name}; in {run_dir}: {here}")
+
+
+def open_intact(run_dir: Path, name: str) -> Path:
+    """The folder that `resolve` finds, every file of it checked.
+
+    Raises: UserError when it is missing or damaged.
+    """
+    folder = resolve(run_dir, name)
+    problem = find_damage(folder)
+    if problem:
+        raise UserError(f"{folder} is damaged ({problem}): take another checkpoint")
+    return folder
+
+
+def find_damage(folder: Path) -> str | None:
+    """What differs between a checkpoint's files and its manifest, or None if nothing does."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if manifest["digest"] != _digest(files):
+            return f"{MANIFEST} was changed"
+        for name, entry in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["size"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {entry['size']}"
+            if _describe(path) != entry:
+                return f"{name} has another hash"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    return None
+
+
+def read_progress(folder: Path) -> Progress:
+    """Where the run stood; fields that an older version did not write get their defaults."""
+    content = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    known = {item.name for item in dataclasses.fields(Progress)}
+    return Progress(**{key: value for key, value in content.items() if key in known})
+
+
+def load_state(accelerator: Accelerator, folder: Path) -> None:
+    """Load weights and whatever else was prepared. Collective.
+
+    No code is executed: weights are safetensors, the rest is loaded with `weights_only`.
+    Raises: UserError that names the first parameter of another name or shape.
+    """
+    try:
+        accelerator.load_state(str(folder / STATE))
+    except (RuntimeError, KeyError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        detail = lines[1] if len(lines) > 1 else (lines[0] if lines else type(error).__name__)
+        raise UserError(
+            f"{folder} does not fit this model ({detail}): take the model and configuration that "
+            "it was made with, or give another run_name"
+        ) from error
+
+
+def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
+    return json.dumps({"format": FORMAT, "files": files, "digest": _digest(files)}, indent=1)
+
+
+def _digest(files: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        for block in _blocks(file):
+            digest.update(block)
+    return {"size": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def _blocks(file: Any) -> Iterator[memoryview]:
+    buffer = bytearray(1 << 22)
+    while count := file.readinto(buffer):
+        yield memoryview(buffer)[:count]
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(path: Path) -> None:
+    """Have the system put a file or a folder's entries on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point(pointer: Path, name: str) -> None:
+    temporary = pointer.with_suffix(".tmp")
+    _write(temporary, name)
+    os.replace(temporary, pointer)
+    _flush(pointer.parent)

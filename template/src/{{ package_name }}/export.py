@@ -1,0 +1,69 @@
+"""Export: the weights of a checkpoint alone, ready to be loaded anywhere."""
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from . import checkpoint
+from .collective import FailTogether
+from .config import load_config, to_dict
+from .errors import run
+from .logs import logger, start_logging
+from .session import build_parts, leave, start_accelerator
+
+WEIGHTS = "model.safetensors"
+
+
+def main() -> int:
+    """Write a checkpoint's weights as safetensors, with its figures beside them."""
+    parser = argparse.ArgumentParser(prog="export", description=main.__doc__, add_help=False)
+    parser.add_argument("--checkpoint", default=checkpoint.BEST, help="best, latest, step or path")
+    parser.add_argument("--output", type=Path, help="folder; default: export in the run's folder")
+    config, arguments = load_config(extra=parser)
+    source = checkpoint.open_intact(config.run_dir, arguments.checkpoint)
+    accelerator = start_accelerator(config)
+    start_logging(accelerator.is_main_process)
+    parts = build_parts(accelerator, config)
+    model, _, _ = accelerator.prepare(parts.model, parts.optimizer, parts.train_loader)
+    checkpoint.load_state(accelerator, source)
+    progress = checkpoint.read_progress(source)
+    facts = {
+        "checkpoint": source.name,
+        "step": progress.step,
+        "samples_seen": progress.samples_seen,
+        "scores": progress.scores if progress.evaluated_step == progress.step else {},
+        "versions": progress.versions,
+        "config": to_dict(config),
+    }
+    output = arguments.output or config.run_dir / "export"
+    export(accelerator, model, output, facts)
+    logger.info(f"exported {source} to {output / WEIGHTS}")
+    leave(accelerator)
+    return 0
+
+
+def export(accelerator: Accelerator, model: nn.Module, output: Path, facts: dict[str, Any]) -> None:
+    """Gather the weights on all ranks and write them once; names as in a fresh model. Collective.
+
+    Raises: UserError when the folder cannot be written.
+    """
+    temporary = output.with_name(f".{output.name}.tmp")
+    with FailTogether(accelerator, f"could not export to {output}"):
+        accelerator.save_model(model, str(temporary), max_shard_size="1000GB")
+        if accelerator.is_main_process:
+            (temporary / "facts.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+            output.mkdir(parents=True, exist_ok=True)
+            for file in temporary.iterdir():
+                file.chmod(0o644)  # safetensors makes it private
+                os.replace(file, output / file.name)
+            shutil.rmtree(temporary)
+
+
+if __name__ == "__main__":
+    run(main)

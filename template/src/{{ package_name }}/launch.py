@@ -1,0 +1,67 @@
+"""`accelerate launch`, with signals and exit codes that reach whoever started it.
+
+Takes the arguments of `accelerate launch`. One process is started in place of this one. Several are
+watched over by torch's elastic agent; their exit code is passed on with one line that names the
+failed rank, and a stop that was saved ends with EXIT_PREEMPTED.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command,
+    launch_command_parser,
+)
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as elastic
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from .errors import EXIT_PREEMPTED, EXPLAINED, NOTE_VARIABLE, SAVED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start training as the configuration file says. Returns the exit code."""
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv))
+    if not (arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed):
+        command, environment = prepare_simple_launcher_cmd_env(arguments)
+        os.execvpe(command[0], command, environment)
+
+    # The agent would die of SIGUSR1, which Slurm sends ahead of a time limit.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # It reports failures with a table and a traceback of its own code.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    # A rank that dies leaves the others waiting for it: end them at once, not after 30 seconds.
+    elastic._get_default_signal = lambda: signal.SIGKILL
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        note = Path(folder, "note")
+        note.touch()
+        os.environ[NOTE_VARIABLE] = str(note)
+        try:
+            launch_command(arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode != EXIT_PREEMPTED and note.read_text() != EXPLAINED:
+                print(f"rank {rank} {_ending(failure.exitcode)}; all were stopped", file=sys.stderr)
+            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        except SignalException as stop:
+            return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + int(stop.sigval)
+    return 0
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The parts that training, evaluation and export all start from."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    set_seed,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .collective import FailTogether
+from .config import TrainConfig, per_device_batch_size
+from .data import Datasets, build_datasets
+from .errors import UserError
+from .loader import EpochSampler, build_loaders
+from .model import build_model
+from .optimizer import build_optimizer
+
+# A rank that waits this long for the others has lost them.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass
+class Parts:
+    """What `accelerator.prepare` takes, and the sampler that positions the training loader."""
+
+    datasets: Datasets
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train_loader: DataLoader[Any]
+    eval_loader: DataLoader[Any]
+    sampler: EpochSampler
+
+
+def start_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
+    """Join the other processes; how many, where and in which precision the launcher has said.
+
+    Raises: UserError when the processes do not see each other.
+    """
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=config.find_unused_parameters),
+            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+        ],
+        **options,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise UserError(
+            f"{launched} processes were launched but each sees {accelerator.num_processes}: no GPU "
+            "was found; use ./launch.sh --cpu, or see `make doctor`"
+        )
+    return accelerator
+
+
+def build_parts(accelerator: Accelerator, config: TrainConfig) -> Parts:
+    """Data, model and optimizer, not yet prepared; the same weights on each rank."""
+    batch_size = per_device_batch_size(config, accelerator.num_processes)
+    datasets = build_datasets_in_turn(accelerator, config)
+    train_loader, eval_loader, sampler = build_loaders(
+        datasets, batch_size, config.global_batch_size, config.seed, config.num_workers
+    )
+    set_seed(config.seed)
+    model = build_model(config.model, datasets)
+    if config.sync_batchnorm and accelerator.num_processes > 1 and torch.cuda.is_available():
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.compile:
+        model.compile(backend=config.compile_backend)  # in place, so no name of a weight changes
+    optimizer = build_optimizer(model, config)
+    return Parts(datasets, model, optimizer, train_loader, eval_loader, sampler)
+
+
+def build_datasets_in_turn(accelerator: Accelerator, config: TrainConfig) -> Datasets:
+    """One download for all ranks, on a shared volume and on local disks alike. Collective.
+
+    First the main process reads, then one process of each other machine, then the rest.
+    """
+    turn = 0 if accelerator.is_main_process else 1 if accelerator.is_local_main_process else 2
+    datasets = None
+    for now in range(3):
+        with FailTogether(accelerator, f"could not read {config.data.name}"):
+            if now == turn:
+                datasets = build_datasets(config.data)
+    assert datasets is not None
+    return datasets
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Close the trackers, then the process group. Collective.
+
+    The launcher stops all ranks when one ends with an error code, so they wait for each other.
+    """
+    if accelerator.is_main_process:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+    accelerator.trackers.clear()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
