@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+import bootstrap
 from tests.support.render import ROOT, Answers, Renderer
 
 # What every project has; the folders are listed by their owners' tests.
@@ -96,11 +98,11 @@ def paths(projects: list[Project], *names: str) -> list[str]:
     return found
 
 
-def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, env: Answers | None = None) -> str:
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env=os.environ | environment,
+        env=os.environ | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -246,7 +248,7 @@ def test_dockerfiles(projects: list[Project]):
 
 
 def compose(project: Project, *arguments: str, **environment: str) -> str:
-    return run("docker-compose", *arguments, cwd=project.folder, **environment)
+    return run("docker-compose", *arguments, cwd=project.folder, env=environment)
 
 
 def test_compose(projects: list[Project]):
@@ -385,7 +387,13 @@ def test_make_n_of_every_target(projects: list[Project]):
         make = shutil.which("make")
         assert make
         printed = run(
-            make, "-n", "-f", project.folder / "Makefile", *names, cwd=project.folder, PATH="/nowhere", RUN="a", ARGS="-b"
+            make,
+            "-n",
+            "-f",
+            project.folder / "Makefile",
+            *names,
+            cwd=project.folder,
+            env={"PATH": "/nowhere", "RUN": "a", "ARGS": "-b"},
         )
         assert "./launch.sh train --config configs/train.yaml --run_name a -b\n" in printed
         in_container = "docker compose run --rm train ./launch.sh train" in printed
@@ -437,7 +445,8 @@ def executable(path: Path, content: str) -> Path:
 def recorder(copy: Path) -> Path:
     """An environment whose python writes down how it was called."""
     environment = copy / ".venv"
-    names = "ACCELERATE_USE_CPU TORCH_ELASTIC_SHUTDOWN_TIMEOUT PYTHONPATH CHECKPOINT_DIR DATA_DIR VIRTUAL_ENV"
+    names = "ACCELERATE_USE_CPU OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT PYTHONPATH"
+    names += " CHECKPOINT_DIR DATA_DIR VIRTUAL_ENV"
     executable(
         environment / "bin/python",
         f'#!/bin/bash\nprintf "%s\\n" "$PWD" "$@"\nfor n in {names}; do echo "$n=${{!n-}}"; done\nexit 75\n',
@@ -446,17 +455,18 @@ def recorder(copy: Path) -> Path:
     return copy
 
 
-CLEAN = {"VIRTUAL_ENV": "", "VENV": "", "PYTHONPATH": "", "CHECKPOINT_DIR": "", "DATA_DIR": ""}
+CLEAN = {"VIRTUAL_ENV": "", "OMP_NUM_THREADS": "", "VENV": "", "PYTHONPATH": "", "CHECKPOINT_DIR": "", "DATA_DIR": ""}
 
 
 def test_launch_names_the_configuration_and_passes_arguments_on(recorder: Path, tmp_path: Path):
     arguments = ["--run_name", "a b", "--data.name", "$HOME;`id`"]
-    output = run(recorder / "launch.sh", "train", *arguments, cwd=tmp_path, code=75, **CLEAN).splitlines()
+    output = run(recorder / "launch.sh", "train", *arguments, cwd=tmp_path, code=75, env=CLEAN).splitlines()
     launch = ["-m", "my_project.launch", "--config_file", "accelerate_config.yaml", "--main_process_port", "0"]
     assert output[: len(launch) + 7] == [str(recorder), *launch, "--module", "my_project.train", *arguments]
     settings = dict(line.split("=", 1) for line in output[len(launch) + 7 :])
     assert settings == {
         "ACCELERATE_USE_CPU": "",
+        "OMP_NUM_THREADS": "",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
         "PYTHONPATH": str(recorder / "src"),
         "CHECKPOINT_DIR": "checkpoints",
@@ -466,22 +476,30 @@ def test_launch_names_the_configuration_and_passes_arguments_on(recorder: Path, 
 
 
 def test_launch_on_the_cpu(recorder: Path):
-    output = run(recorder / "launch.sh", "--cpu", "evaluate", code=75, **CLEAN | {"PYTHONPATH": "/other"})
+    output = run(recorder / "launch.sh", "--cpu", "evaluate", code=75, env=CLEAN | {"PYTHONPATH": "/other"})
     assert "accelerate_config.cpu.yaml" in output.splitlines()
     assert "ACCELERATE_USE_CPU=true" in output
     assert f"PYTHONPATH={recorder / 'src'}:/other" in output
 
 
+def test_launch_of_one_cpu_process_takes_all_cores(renderer: Renderer, recorder: Path, tmp_path: Path):
+    shutil.copy(renderer.render({"gpu": "none"}, tmp_path / "cpu") / "launch.sh", recorder)
+    output = run(recorder / "launch.sh", "train", code=75, env=CLEAN)
+    assert re.search(r"^OMP_NUM_THREADS=[1-9]", output, re.MULTILINE)
+    assert "OMP_NUM_THREADS=3\n" in run(recorder / "launch.sh", "train", code=75, env=CLEAN | {"OMP_NUM_THREADS": "3"})
+    assert "OMP_NUM_THREADS=\n" in run(recorder / "launch.sh", "--cpu", "train", code=75, env=CLEAN)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--cpu"], ["--help"], ["src/train.py"]])
 def test_launch_without_a_module_says_how(recorder: Path, arguments: list[str]):
-    output = run(recorder / "launch.sh", *arguments, code=2, **CLEAN)
+    output = run(recorder / "launch.sh", *arguments, code=2, env=CLEAN)
     assert output.startswith("usage: ./launch.sh ") and len(output.splitlines()) == 1
 
 
 def test_launch_without_an_environment_says_what_to_do(copy: Path):
-    output = run(copy / "launch.sh", "train", code=1, **CLEAN | {"PATH": "/usr/bin:/bin"})
+    output = run(copy / "launch.sh", "train", code=1, env=CLEAN | {"PATH": "/usr/bin:/bin"})
     assert output.splitlines() == ["error: Accelerate is not installed in this environment: run make setup"]
-    output = run(copy / "launch.sh", "train", code=1, **CLEAN | {"VENV": "/nowhere"})
+    output = run(copy / "launch.sh", "train", code=1, env=CLEAN | {"VENV": "/nowhere"})
     assert output.splitlines() == ["error: Accelerate is not installed in /nowhere: run make setup"]
 
 
@@ -491,8 +509,18 @@ def test_the_active_environment_wins_over_venv_folder_and_make_over_both(recorde
     for environment in (active, named):
         executable(environment / "bin/accelerate", "")
         executable(environment / "bin/python", f"#!/bin/bash\necho from {environment.name}\n")
-    assert run(recorder / "launch.sh", "train", **CLEAN | {"PATH": f"{active}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(active)}) == "from active\n"
-    assert run(recorder / "launch.sh", "train", **CLEAN | {"VIRTUAL_ENV": str(active), "VENV": str(named)}) == "from named\n"
+    assert (
+        run(
+            recorder / "launch.sh",
+            "train",
+            env=CLEAN | {"PATH": f"{active}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(active)},
+        )
+        == "from active\n"
+    )
+    assert (
+        run(recorder / "launch.sh", "train", env=CLEAN | {"VIRTUAL_ENV": str(active), "VENV": str(named)})
+        == "from named\n"
+    )
 
 
 def test_launch_costs_less_than_50_ms(recorder: Path):
@@ -500,23 +528,97 @@ def test_launch_costs_less_than_50_ms(recorder: Path):
     took = []
     for _ in range(10):
         start = time.perf_counter()
-        run(recorder / "launch.sh", "train", **CLEAN)
+        run(recorder / "launch.sh", "train", env=CLEAN)
         took.append(time.perf_counter() - start)
     assert min(took) < 0.05, took
 
 
 def test_setup_says_what_is_missing(copy: Path, tmp_path: Path):
     script = copy / "scripts/setup.sh"
-    output = run(script, code=1, PYTHON="/nowhere/python3")
+    output = run(script, code=1, env={"PYTHON": "/nowhere/python3"})
     assert output.splitlines() == ["error: /nowhere/python3 was not found: install Python 3.11 or newer"]
     bare = executable(
         tmp_path / "bin/python3", '#!/bin/bash\n[[ $* != *ensurepip* ]] && exec /usr/bin/env python3 "$@"\nexit 1\n'
     )
-    output = run(script, code=1, PYTHON=str(bare), VENV=str(tmp_path / "venv"))
+    output = run(script, code=1, env={"PYTHON": str(bare), "VENV": str(tmp_path / "venv")})
     assert len(output.splitlines()) == 1 and "apt-get install python3-venv" in output
-    old = executable(tmp_path / "bin/python3.8", "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.8.1\n[[ $1 != -c ]]\n")
-    output = run(script, code=1, PYTHON=str(old))
+    old = executable(
+        tmp_path / "bin/python3.8", "#!/bin/bash\n[[ $1 == --version ]] && echo Python 3.8.1\n[[ $1 != -c ]]\n"
+    )
+    output = run(script, code=1, env={"PYTHON": str(old)})
     assert output.splitlines() == ["error: Python 3.8.1 is too old: make setup PYTHON=python3.11 (or newer)"]
+
+
+def test_lock_keeps_pins_and_leaves_torch_out(copy: Path):
+    executable(copy / ".venv/bin/accelerate", "")
+    executable(
+        copy / ".venv/bin/uv",
+        """#!/bin/bash
+while (($#)); do
+  case $1 in
+    --constraint | --excludes) echo "$1: $(head -1 "$2")" >&2 ;;
+    --no-emit-package) [[ $2 == accelerate ]] && echo "left out: $2" >&2 ;;
+    --output-file) echo "made: $2 from $3" >&2 ;;
+  esac
+  shift
+done
+""",
+    )
+    output = run("make", "--no-print-directory", "lock", cwd=copy, env=CLEAN).splitlines()
+    pins = (copy / "requirements/template.txt").read_text()
+    first = re.search(r"^\S+==[^ ;]+", pins, re.MULTILINE)
+    assert first
+    assert output[:-1] == [
+        "scripts/run.sh scripts/lock.sh",
+        f"--constraint: {first[0]}",
+        "--excludes: torch",
+        "left out: accelerate",
+        "made: requirements/project.txt from requirements/project.in",
+    ]
+
+
+def modules(folder: Path, copy: Path, **changes: str) -> Path:
+    """Stand-ins for torch and torchvision as platform.yaml names them, with changes."""
+    software = yaml.safe_load((copy / "platform.yaml").read_text())["software"]
+    for name in ("torch", "torchvision"):
+        code = f"__version__ = '{software[name]}+cpu'\nclass version: cuda = None\n"
+        executable(folder / name / "__init__.py", changes.get(name, code))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentences"),
+    [
+        ({}, [], []),
+        ({"torch": "__version__ = '1.0.0'"}, [], [r"torch is 1\.0\.0, platform\.yaml names [\d.]+"]),
+        ({"torchvision": "raise RuntimeError('no\\nnms')"}, [], ["torch and torchvision do not work together: no nms"]),
+        ({}, ["--cuda"], [r"torch was built for CUDA None, platform\.yaml names [\d.]+: set TORCH_INDEX .*"]),
+    ],
+)
+def test_check_install_compares_torch(
+    copy: Path, tmp_path: Path, changes: dict[str, str], options: list[str], sentences: list[str]
+):
+    path = str(modules(tmp_path / "modules", copy, **changes))
+    script = copy / "scripts/check_install.py"
+    output = run(sys.executable, script, *options, code=1 if sentences else 0, env={"PYTHONPATH": path}).splitlines()
+    assert len(output) == len(sentences)
+    for line, sentence in zip(output, sentences, strict=True):
+        assert re.fullmatch(f"error: {sentence}", line)
+
+
+def test_check_install_in_the_image(copy: Path, tmp_path: Path):
+    """An environment on top of the base image's packages: torch has to stay where it was."""
+    environment = tmp_path / "venv"
+    run(bootstrap.base_python(), "-m", "venv", "--system-site-packages", "--without-pip", environment)
+    site = next(environment.glob("lib/python*/site-packages"))
+    shutil.copytree(Path(yaml.__file__).parent, site / "yaml")
+    executable(site / "pip.py", "")  # pip check finds nothing
+    command = [environment / "bin/python", copy / "scripts/check_install.py"]
+    base = modules(tmp_path / "base", copy)
+    assert run(*command, env={"PYTHONPATH": str(base)}) == ""
+    modules(site, copy)
+    output = run(*command, code=1, env={"PYTHONPATH": ""}).splitlines()
+    assert output == [f"error: {name} was installed over the base image's" for name in ("torch", "torchvision")]
 
 
 @pytest.fixture
@@ -548,20 +650,27 @@ def test_check_tree_finds_what_an_update_left(repository: Path, name: str, conte
 
 
 def test_what_training_writes_is_ignored(repository: Path):
-    for name in ("checkpoints/main/metrics.csv", "data/raw.gz", ".venv/bin/python", "loss.png", "src/my_project/__pycache__/a.pyc", ".env"):
+    for name in (
+        "checkpoints/main/metrics.csv",
+        "data/raw.gz",
+        ".venv/bin/python",
+        "loss.png",
+        "src/my_project/__pycache__/a.pyc",
+        ".env",
+    ):
         executable(repository / name, "")
     assert run("git", "status", "--porcelain", cwd=repository) == ""
 
 
 def test_update_needs_git_a_clean_tree_and_copier(copy: Path, tmp_path: Path):
     script = copy / "scripts/update.sh"
-    bin_path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-    assert "copier was not found" in run(script, code=1, PATH="/usr/bin:/bin")
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    assert "copier was not found" in run(script, code=1, env={"PATH": "/usr/bin:/bin"})
     executable(tmp_path / "bin/copier", '#!/bin/bash\nprintf "%s|" "$@"\n')
-    assert "needs a git repository" in run(script, code=1, PATH=bin_path, GIT_CEILING_DIRECTORIES=str(tmp_path))
+    assert "needs a git repository" in run(script, code=1, env=env)
     for arguments in (["init", "-q"], ["add", "-A"]):
         run("git", *arguments, cwd=copy)
-    assert "needs a clean work tree" in run(script, code=1, PATH=bin_path)
+    assert "needs a clean work tree" in run(script, code=1, env=env)
     run("git", "commit", "-qm", "start", cwd=copy)
-    output = run(script, "--defaults", "--data", "num_gpus=8", PATH=bin_path)
+    output = run(script, "--defaults", "--data", "num_gpus=8", env=env)
     assert output.startswith("update|--defaults|--data|num_gpus=8|")
