@@ -550,7 +550,7 @@ def collect_checkpoints(context: Context) -> FolderFacts:
     """Do with the folder what a checkpoint does: make, write, flush, rename. Leaves no trace."""
     path = context.root / (os.environ.get("CHECKPOINT_DIR") or "checkpoints")
     user = os.getuid(), os.getgid()
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = [folder for folder in (path, *path.parents) if not _exists(folder)]
     try:
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -563,6 +563,14 @@ def collect_checkpoints(context: Context) -> FolderFacts:
     except OSError as error:
         return FolderFacts(path, error.errno or errno.EIO, user=user)
     return FolderFacts(path, 0, free_gb, mount_point, file_system, in_container(), user)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something; also where this user may not look."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def _write_like_a_checkpoint(folder: Path) -> None:
@@ -597,9 +605,10 @@ def judge_checkpoints(facts: FolderFacts, platform: Platform) -> Line:
     """Checkpoints can be written, have room, and outlive the container."""
     path, (uid, gid) = facts.path, facts.user
     if facts.error:
+        give = f"as root: `mkdir -p {path} && chown {uid}:{gid} {path}`"
         advice = {
-            errno.EACCES: f"let uid {uid} write there: `chown {uid}:{gid} {path}` as root",
-            errno.EPERM: f"let uid {uid} write there: `chown {uid}:{gid} {path}` as root",
+            errno.EACCES: give,
+            errno.EPERM: give,
             errno.EROFS: "mount it writable, or set CHECKPOINT_DIR to another folder",
             errno.ENOSPC: "free some space, or set CHECKPOINT_DIR to another folder",
         }.get(facts.error, "set CHECKPOINT_DIR to a folder that can be written")
@@ -632,9 +641,9 @@ class DataFacts:
 def collect_data(context: Context) -> DataFacts:
     """Look at the folder without making it."""
     path = context.root / (os.environ.get("DATA_DIR") or "data")
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    nearest = next(folder for folder in (path, *path.parents) if _exists(folder))
     readable = os.access(path, os.R_OK | os.X_OK)
-    return DataFacts(path, path.exists(), readable, os.access(nearest, os.W_OK | os.X_OK))
+    return DataFacts(path, _exists(path), readable, os.access(nearest, os.W_OK | os.X_OK))
 
 
 def judge_data(facts: DataFacts, platform: Platform) -> Line:
@@ -874,7 +883,7 @@ CHECKS: Sequence[Check] = (
 # --- The report ---
 
 
-def examine(context: Context, checks: Iterable[Check] = CHECKS) -> Counter[Status]:
+def examine(context: Context, checks: Iterable[Check]) -> Counter[Status]:
     """Run the checks, print a line each as it is known, and count them by status."""
     relevant = [check for check in checks if context.platform.has_gpu or not check.on_gpu]
     width = max(len(check.name) for check in relevant)
@@ -906,7 +915,7 @@ def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="check for CPU runs, leave GPUs alone")
     arguments = parser.parse_args(argv)
     root = root or find_root()
-    counts = examine(Context(root, load_platform(root), arguments.cpu))
+    counts = examine(Context(root, load_platform(root), arguments.cpu), CHECKS)
     failures = counts[Status.FAIL]
     print(
         f"\n{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {failures} failed, "

@@ -138,9 +138,6 @@ def _best_step(run_dir: Path) -> int | None:
 def summarize(metrics: Metrics) -> str:
     """The run in one line."""
     parts = [f"step {metrics.last_step:,}"]
-    epochs = metrics.curve("train", "epoch") or metrics.curve("eval", "epoch")
-    if epochs:
-        parts[0] += f" (epoch {epochs.last:g})"
     for column in ["loss", *metrics.metric_names]:
         for split in ("train", "eval"):
             if curve := metrics.curve(split, column):

@@ -8,6 +8,7 @@ synchronisation with the GPU.
 
 import signal
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class Preemption:
         self.signal_received: str | None = None
         self._flag = torch.zeros(1)
         self._work: dist.Work | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         for one in SIGNALS:
             signal.signal(one, self._on_signal)
 

@@ -34,16 +34,21 @@ def start_tracker(
     if tracker == "none":
         return
     run = config.run_name
+    mlflow_id = config.run_dir / "mlflow_run_id"  # MLflow knows runs by numbers of its own
+    known = mlflow_id.read_text(encoding="utf-8") if mlflow_id.exists() else None
     options: dict[str, dict[str, Any]] = {
         "tensorboard": {},
         "wandb": {"name": run, "id": run, "resume": "allow"},
-        "mlflow": {"run_name": run},
+        "mlflow": {"run_name": run, "run_id": known},
         "trackio": {"name": run, "resume": "allow"},
     }
-    # TensorBoard would file the values as one more run at each start; config.yaml has them.
-    stored = None if tracker == "tensorboard" else to_dict(config)
+    # TensorBoard would file the values as one more run at each start, and MLflow refuses changed
+    # ones; config.yaml has them.
+    stored = None if tracker == "tensorboard" or known else to_dict(config)
     accelerator.init_trackers(
         "tensorboard" if tracker == "tensorboard" else project,
         config=stored,
         init_kwargs={tracker: options[tracker]},
     )
+    if tracker == "mlflow" and accelerator.is_main_process:
+        mlflow_id.write_text(accelerator.get_tracker("mlflow", unwrap=True).info.run_id, "utf-8")

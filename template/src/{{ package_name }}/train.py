@@ -60,6 +60,8 @@ class Run:
     total_steps: int
     elapsed_before: float  # seconds of training that went into the run before this start
     started: float = dataclasses.field(default_factory=time.perf_counter)
+    logged_samples: int = 0  # of this start, and the seconds of training that they took
+    logged_seconds: float = 0.0
     stepped: bool = False  # whether this start has taken a step
 
 
@@ -280,6 +282,9 @@ def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | N
     means = accelerator.reduce(interval.sums / interval.forward_passes, reduction="mean")
     loss, metric = means.tolist()
     interval.stop_clock()
+    samples = interval.samples * accelerator.num_processes
+    current.logged_samples += samples
+    current.logged_seconds += interval.seconds
     if not math.isfinite(loss):
         raise UserError(
             f"the loss is {loss} at step {progress.step}: lower learning_rate, set max_grad_norm, "
@@ -290,7 +295,7 @@ def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | N
         "metric": metric,
         "learning_rate": learning_rate,
         "grad_norm": None if grad_norm is None else float(grad_norm),
-        "samples_per_second": interval.samples * accelerator.num_processes / interval.seconds,
+        "samples_per_second": samples / interval.seconds,
         "gpu_memory_gb": gpu.gpu_memory_gb(accelerator.device),
         "gpu_utilization": gpu.gpu_utilization(accelerator.device),
     }
@@ -419,15 +424,14 @@ def report(current: Run) -> None:
     from .plot import draw_curves
 
     progress, run_dir = current.progress, current.config.run_dir
-    elapsed = current.elapsed_before + time.perf_counter() - current.started
     draw_curves(run_dir / "metrics.csv", run_dir / "loss.png")
+    figures = {f"test {METRIC}": f"{progress.scores[METRIC]:.4f} (best {progress.best_value:.4f})"}
+    if current.logged_samples:
+        figures[f"{UNIT}/s"] = f"{current.logged_samples / current.logged_seconds:,.0f}"
+    figures["checkpoint"] = str(run_dir / step_name(progress.step))
+    figures["loss curve"] = str(run_dir / "loss.png")
     logger.info(f"run {current.config.run_name!r} is finished after {progress.step} steps")
-    for name, value in {
-        f"test {METRIC}": f"{progress.scores[METRIC]:.4f} (best {progress.best_value:.4f})",
-        f"{UNIT}/s": f"{progress.samples_seen / elapsed:,.0f}",
-        "checkpoint": str(run_dir / step_name(progress.step)),
-        "loss curve": str(run_dir / "loss.png"),
-    }.items():
+    for name, value in figures.items():
         logger.info(f"  {name:<16}{value}")
 
 
