@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def environment() -> dict[str, str]:
 
 def run(command: str, cwd: Path, code: int = 0) -> str:
     done = subprocess.run(
-        command.split(),
+        shlex.split(command),
         cwd=cwd,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -169,7 +170,7 @@ def test_smoke_trains_again(smoked: Smoke):
 def test_one_process_in_bf16(project: Render):
     """The way that a machine without a GPU trains for real: its own configuration, not the CPU twin."""
     folder = project("cpu")
-    run("make train CONFIG=configs/smoke.yaml RUN=one-process", folder)
+    run("make train CONFIG=configs/smoke.yaml RUN=one-process ARGS='--epochs 8'", folder)
     run_folder = next(path for path in run_folders(folder) if path.name == "one-process")
     learned(run_folder)
     assert "bf16" in (run_folder / "train.log").read_text()

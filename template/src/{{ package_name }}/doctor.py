@@ -185,7 +185,7 @@ def judge_torchvision(facts: TorchFacts, platform: Platform) -> Line:
 
 
 def _judge_version(version: str, wanted: str) -> Line:
-    if version.split("+")[0] == wanted:  # 2.14.1+cu130
+    if version.split("+")[0] == wanted:  # without the build, such as +cu130
         return ok(version)
     return fail(
         f"{version} instead of {wanted}",
