@@ -95,7 +95,7 @@ class Checkpoints:
                     _write(temporary / MANIFEST, _manifest_text(hashes))
                     for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
                         _flush(inner)
-                    os.rename(temporary, folder)
+                    temporary.rename(folder)
                     _flush(self.run_dir)
         with FailTogether(self.accelerator, "could not update the checkpoint volume"):
             if self.accelerator.is_main_process:
@@ -178,7 +178,7 @@ class Checkpoints:
             if not kept and folder != best and folder != self.resumed_from:
                 # Out of sight first: a half-removed folder must not look like a checkpoint.
                 doomed = folder.with_suffix(".tmp")
-                os.rename(folder, doomed)
+                folder.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -327,5 +327,5 @@ def _flush(path: Path) -> None:
 def _point(pointer: Path, name: str) -> None:
     temporary = pointer.with_suffix(".tmp")
     _write(temporary, name)
-    os.replace(temporary, pointer)
+    temporary.replace(pointer)
     _flush(pointer.parent)

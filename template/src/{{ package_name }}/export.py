@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def export(accelerator: Accelerator, model: nn.Module, output: Path, facts: dict
             output.mkdir(parents=True, exist_ok=True)
             for file in temporary.iterdir():
                 file.chmod(0o644)  # safetensors makes it private
-                os.replace(file, output / file.name)
+                file.replace(output / file.name)
             shutil.rmtree(temporary)
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ class MetricsFile:
         writer.writerows(rows)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(text.getvalue(), encoding="utf-8")
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
         return max((float(row["elapsed_seconds"] or 0) for row in rows), default=0.0)
 
     def append(self, row: dict[str, Any]) -> None:
