@@ -181,7 +181,7 @@ def test_mypy_finds_nothing_in_the_template(project: Path):
 # -- one fact, one place ----------------------------------------------------------------------------
 
 # Where versions may stand: the tables, what is resolved from them, and what tests expect.
-FACTS = ("includes/", "requirements/", "tests/", "template/tests/")
+FACTS = ("includes/", "requirements/", "tests/", "template/tests/", "docs/choices.md")
 
 
 def stacks() -> dict[str, dict[str, str]]:

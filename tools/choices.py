@@ -1,0 +1,75 @@
+"""Writes the tables of docs/choices.md from the tables in includes/: `python -m tools.choices`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "choices.md"
+
+
+def tables() -> dict[str, str]:
+    """Markdown of each generated table, by the name of its markers in the page."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ROOT),
+        extensions=["jinja2_ansible_filters.AnsibleCoreFiltersExtension"],  # as Copier has them
+    )
+    rules: Any = environment.get_template("includes/rules.jinja").module
+    gpus: Any = environment.get_template("includes/gpus.jinja").module
+    stacks: Any = environment.get_template("includes/stacks.jinja").module
+
+    gpu_rows = []
+    for key, row in gpus.gpus.items():
+        possible = [name for name in stacks.stacks if not rules.stack(name, key).strip()]
+        number = 0 if key == "none" else 1
+        precisions = [name for name in ("bf16", "fp16", "fp32") if not rules.precision(name, key, number).strip()]
+        gpu_rows.append(
+            [
+                f"`{key}`",
+                row["name"],
+                row["capability"] or "",
+                f"{row['memory_gb']} GB" if row["memory_gb"] else "",
+                ", ".join(precisions),
+                "all" if len(possible) == len(stacks.stacks) else ", ".join(possible),
+            ]
+        )
+    stack_rows = [
+        [
+            f"`{key}`",
+            row["torch"],
+            row["torchvision"],
+            row["cuda"],
+            row["python"],
+            rules.driver(key, "none").strip(),
+            "tag and digest" if row["digest"] else "tag",
+        ]
+        for key, row in stacks.stacks.items()
+    ]
+    return {
+        "gpus": markdown(["gpu", "model", "capability", "memory", "precision", "torch_stack"], gpu_rows),
+        "stacks": markdown(
+            ["torch_stack", "PyTorch", "torchvision", "CUDA", "Python", "driver", "image pinned by"], stack_rows
+        ),
+    }
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def page_with_tables(text: str) -> str:
+    """The page with what stands between each pair of markers replaced."""
+    for name, table in tables().items():
+        start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = before + start + table + "\n" + end + after
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with_tables(PAGE.read_text()))
