@@ -80,24 +80,12 @@ class Checkpoints:
         folder = self.run_dir / step_name(progress.step)
         if not agree(self.accelerator, is_complete(folder)):
             temporary = folder.with_suffix(".tmp")
-            with FailTogether(self.accelerator, f"could not save {folder}"):
-                if self.accelerator.is_main_process:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    (temporary / STATE).mkdir(parents=True)
-            with FailTogether(self.accelerator, f"could not save {folder}"):
-                self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
-            with FailTogether(self.accelerator, f"could not save {folder}"):
-                if self.accelerator.is_main_process:
-                    _write(temporary / PROGRESS, json.dumps(dataclasses.asdict(progress), indent=1))
-            hashes = self._hash_files(temporary)
-            with FailTogether(self.accelerator, f"could not save {folder}"):
-                if self.accelerator.is_main_process:
-                    _write(temporary / MANIFEST, _manifest_text(hashes))
-                    for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
-                        _flush(inner)
-                    temporary.rename(folder)
-                    _flush(self.run_dir)
-        with FailTogether(self.accelerator, "could not update the checkpoint volume"):
+            try:
+                self._write_checkpoint(temporary, folder, progress)
+            except UserError:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        with self._together(f"could not update {self.run_dir}"):
             if self.accelerator.is_main_process:
                 _point(self.run_dir / LATEST, folder.name)
                 if progress.best_step is not None:
@@ -133,6 +121,28 @@ class Checkpoints:
         self.resumed_from = folder
         return progress
 
+    def _write_checkpoint(self, temporary: Path, folder: Path, progress: Progress) -> None:
+        """Everything into `temporary`, onto the disk, and only then the name `folder`."""
+        what = f"could not save {folder}"
+        is_main = self.accelerator.is_main_process
+        with self._together(what):
+            if is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                (temporary / STATE).mkdir(parents=True)
+        with self._together(what):
+            self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
+        with self._together(what):
+            if is_main:
+                _write(temporary / PROGRESS, json.dumps(dataclasses.asdict(progress), indent=1))
+        hashes = self._hash_files(temporary, what)
+        with self._together(what):
+            if is_main:
+                _write(temporary / MANIFEST, _manifest_text(hashes))
+                for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
+                    _flush(inner)
+                temporary.rename(folder)
+                _flush(self.run_dir)
+
     def _choose(self, resume: str) -> str | None:
         if resume == "never":
             if complete_checkpoints(self.run_dir):
@@ -158,9 +168,9 @@ class Checkpoints:
             )
         return None
 
-    def _hash_files(self, folder: Path) -> dict[str, dict[str, Any]]:
+    def _hash_files(self, folder: Path, what: str) -> dict[str, dict[str, Any]]:
         """Flush and hash all files below a folder, each by one rank. Collective."""
-        with FailTogether(self.accelerator, f"could not save {folder}"):
+        with self._together(what):
             share = {}
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             for path in files[self.accelerator.process_index :: self.accelerator.num_processes]:
@@ -168,6 +178,9 @@ class Checkpoints:
                 _flush(path)
         shares = gather_object([share])
         return {name: entry for part in shares for name, entry in sorted(part.items())}
+
+    def _together(self, what: str) -> FailTogether:
+        return FailTogether(self.accelerator, what, self.run_dir)
 
     def _prune(self) -> None:
         folders = complete_checkpoints(self.run_dir)

@@ -1,6 +1,8 @@
 """Failures that a person can mend: one sentence, no traceback."""
 
+import errno
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -15,6 +17,8 @@ NOTE_VARIABLE = "LAUNCH_NOTE"
 EXPLAINED = "explained"
 SAVED = "saved"
 
+ALMOST_FULL = 1 << 20  # bytes
+
 # Errors of libraries that have a well-known cure.
 HINTS = {
     "Expected to have finished reduction": "some parameters got no gradient in this step: set "
@@ -23,6 +27,14 @@ HINTS = {
     "(global_batch_size stays), or take a smaller model",
     "unable to open shared memory object": "/dev/shm is too small for the loader processes: raise "
     "shm_size, or lower num_workers",
+}
+
+
+ADVICE = {
+    errno.ENOSPC: "the volume is full: free some space, or lower keep_last",
+    errno.EDQUOT: "the quota is used up: free some space, or lower keep_last",
+    errno.EROFS: "the volume is read-only: mount it writable",
+    errno.EACCES: "permission denied: make the folder writable for this user",
 }
 
 
@@ -42,6 +54,10 @@ def run(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave_note(EXPLAINED)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in ADVICE:
+            print(f"error: {error.filename}: {describe(error)}", file=sys.stderr, flush=True)
+            leave_note(EXPLAINED)
+            os._exit(EXIT_ERROR)
         traceback.print_exc()
         for text, cure in HINTS.items():
             if text in str(error):
@@ -49,6 +65,15 @@ def run(main: Callable[[], int | None]) -> None:
     # At once: an orderly exit would wait for the process group, and so for the other ranks.
     sys.stdout.flush()
     os._exit(EXIT_ERROR)
+
+
+def describe(error: BaseException, volume: Path | None = None) -> str:
+    """What went wrong with a volume, and what to do, in a few words."""
+    number = getattr(error, "errno", None)
+    text = " ".join(str(error).split()) or type(error).__name__
+    if number is None and volume is not None and shutil.disk_usage(volume).free < ALMOST_FULL:
+        number = errno.ENOSPC  # torch and safetensors report a full disk by errors of their own
+    return ADVICE.get(number or 0, text)
 
 
 def leave_note(text: str) -> None:
