@@ -220,7 +220,7 @@ def demo(folder: str | None) -> None:
         os.path.relpath(TOOLS_VENV / "bin" / "copier"),
         "copy",
         os.path.relpath(ROOT),
-        "my-project",
+        os.path.relpath(ROOT.parent / "my-project"),
     ]
     say(f"next, a project for your machine (it asks what you have): {shlex.join(command)}")
 

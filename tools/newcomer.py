@@ -58,8 +58,8 @@ def apt_mirror() -> str | None:
 
 
 def shared_with_host() -> list[str]:
-    """What makes installing behave as on this machine: its name service, certificates and pip's settings."""
-    places = ["/etc/resolv.conf", "/etc/ssl/certs", "/usr/local/share/ca-certificates"]
+    """What makes installing behave as on this machine: its names of machines, certificates and pip's settings."""
+    places = ["/etc/hosts", "/etc/resolv.conf", "/etc/ssl/certs", "/usr/local/share/ca-certificates"]
     places += ["/etc/pip.conf", "/etc/xdg/pip", str(Path.home() / ".config/pip")]
     pip = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     # Certificates, constraints and folders of wheels or indexes that these settings name.

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note = Path(folder, "note")
         note.touch()
         os.environ[NOTE_VARIABLE] = str(note)
+        arguments.log_dir = arguments.log_dir or folder  # the agent would leave its own behind
         try:
             launch_command(arguments)
         except ChildFailedError as error:
