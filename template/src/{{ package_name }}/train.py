@@ -110,17 +110,13 @@ def set_up(
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         parts.model, parts.optimizer, parts.train_loader, parts.eval_loader
     )
-    total_steps = config.epochs * (parts.sampler.samples_per_epoch // config.global_batch_size)
-    if config.max_steps is not None:
-        total_steps = min(total_steps, config.max_steps)
-
     checkpoints = Checkpoints(accelerator, config.run_dir, config.keep_last, config.keep_every)
     restored = checkpoints.restore(resume)
     progress = restored or Progress()
     if restored is not None:
         announce_resume(restored, config, accelerator)
-    if progress.position > parts.sampler.samples_per_epoch:  # another batch size cut the epoch
-        progress.position = parts.sampler.samples_per_epoch
+    # With another batch size the epoch may be shorter than when it was saved.
+    progress.position = min(progress.position, parts.sampler.samples_per_epoch)
     progress.world_size = accelerator.num_processes
     progress.config = to_dict(config)
     progress.versions = {name: version(name) for name in ("torch", "accelerate")}
@@ -147,9 +143,16 @@ def set_up(
         metrics=metrics,
         progress=progress,
         interval=reopen_interval(progress, accelerator),
-        total_steps=total_steps,
+        total_steps=count_steps(progress, config, parts.sampler.samples_per_epoch),
         elapsed_before=elapsed,
     )
+
+
+def count_steps(progress: Progress, config: TrainConfig, samples_per_epoch: int) -> int:
+    """Optimizer steps of the whole run: those taken, and those that its epochs still hold."""
+    samples = (config.epochs - progress.epoch) * samples_per_epoch - progress.position
+    total = progress.step + max(samples, 0) // config.global_batch_size
+    return total if config.max_steps is None else min(total, config.max_steps)
 
 
 def train(current: Run) -> int:
@@ -167,7 +170,7 @@ def train(current: Run) -> int:
         while not is_finished(current):
             train_epoch(current, bar)
             due = (progress.epoch + 1) % config.eval_every_epochs == 0
-            evaluated = due or progress.step == current.total_steps
+            evaluated = due or progress.step >= current.total_steps
             if evaluated:
                 evaluate_step(current)
             if progress.position == current.sampler.samples_per_epoch:
@@ -236,6 +239,7 @@ def train_epoch(current: Run, bar: "tqdm[Any]") -> None:
         at_end = progress.position == current.sampler.samples_per_epoch
         if config.save_every_steps and progress.step % config.save_every_steps == 0 and not at_end:
             save(current)
+    progress.position = current.sampler.samples_per_epoch
     current.interval.stop_clock()
 
 
