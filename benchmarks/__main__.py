@@ -10,6 +10,7 @@ Prints medians and ratios, writes build/benchmarks.json, exits 1 when a ratio is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -53,15 +54,18 @@ def seconds_until(line_with: str, command: list[str], cwd: Path, env: dict[str, 
     )
     assert process.stdout is not None
     seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line_with in line:
-            taken = time.perf_counter() - started
-            break
-    else:
-        raise SystemExit(f"error: {command} never printed {line_with!r}:\n{''.join(seen)}")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    try:
+        for line in process.stdout:
+            seen.append(line)
+            if line_with in line:
+                taken = time.perf_counter() - started
+                break
+        else:
+            raise SystemExit(f"error: {command} never printed {line_with!r}:\n{''.join(seen)}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     return taken
 
 
