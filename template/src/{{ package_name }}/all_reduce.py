@@ -1,7 +1,7 @@
 """Do processes on this machine reach each other? One all-reduce over new processes.
 
 The doctor starts it. What hangs in a real run (network interfaces, shared memory, links between
-GPUs) hangs here too, but ends after a minute with the step that was reached.
+GPUs) hangs here too, but ends soon, with the step that was reached.
 """
 
 import os
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-TIMEOUT = 60.0  # seconds; importing torch may take a third of it on a slow disk
+IMPORT_TIMEOUT = 180.0  # seconds; a slow disk or a busy machine is no fault
+TIMEOUT = 30.0  # seconds for the exchange, once all ranks are ready for it
 NUM_ELEMENTS = 2**22  # 16 MiB: enough to leave the path for tiny messages
 STEPS = ("starting Python", "importing torch", "joining the group", "summing")
 
@@ -30,8 +31,13 @@ class AllReduce:
     hung_while: str = ""  # one of STEPS, when time ran out
 
 
-def all_reduce(backend: str, num_processes: int, timeout: float = TIMEOUT) -> AllReduce:
-    """Sum a tensor over `num_processes` new processes, at most `timeout` seconds long."""
+def all_reduce(
+    backend: str,
+    num_processes: int,
+    timeout: float = TIMEOUT,
+    import_timeout: float = IMPORT_TIMEOUT,
+) -> AllReduce:
+    """Sum a tensor over `num_processes` new processes, in limited time (seconds)."""
     source = str(Path(__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
@@ -49,41 +55,56 @@ def all_reduce(backend: str, num_processes: int, timeout: float = TIMEOUT) -> Al
                         stderr=subprocess.STDOUT,
                     )
                 processes.append(process)
-            codes = _wait(processes, start + timeout)
+            codes, waited = _wait(processes, logs, timeout, import_timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        texts = [log.read_text(errors="replace") for log in logs]
+        steps = [_step(log) for log in logs]
+        endings = [_last_line(log) for log in logs]
     seconds = time.monotonic() - start
     for rank, code in enumerate(codes):
         if code:
-            reason = _last_line(texts[rank]) or f"exit code {code}"
+            reason = endings[rank] or f"exit code {code}"
             return AllReduce(backend, num_processes, seconds, f"rank {rank}: {reason}")
     if None in codes:
-        step = min((_step(text) for text in texts), key=STEPS.index)
-        problem = f"no answer within {timeout:.0f} s, hung while {step}"
+        step = min(steps, key=STEPS.index)
+        problem = f"no answer within {waited:.0f} s, hung while {step}"
         return AllReduce(backend, num_processes, seconds, problem, step)
     return AllReduce(backend, num_processes, seconds)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
-    """Exit codes (None: still running) once all have ended, one has failed or time is up."""
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]],
+    logs: Sequence[Path],
+    timeout: float,
+    import_timeout: float,
+) -> tuple[list[int | None], float]:
+    """Wait until all have ended, one has failed or time is up.
+
+    Returns: exit codes, None for those that still run, and the seconds of the last wait.
+    """
+    start, limit, ready = time.monotonic(), import_timeout, False
     while True:
         codes = [process.poll() for process in processes]
-        if None not in codes or any(codes) or time.monotonic() > deadline:
-            return codes
+        waited = time.monotonic() - start
+        if None not in codes or any(codes) or waited > limit:
+            return codes, waited
+        if not ready and all(STEPS.index(_step(log)) >= 2 for log in logs):
+            start, limit, ready = time.monotonic(), timeout, True
         time.sleep(0.05)
 
 
-def _step(log: str) -> str:
+def _step(log: Path) -> str:
     """The last step that this rank announced."""
-    return max((step for step in STEPS if f"{step}\n" in log), key=STEPS.index, default=STEPS[0])
+    lines = log.read_text(errors="replace").splitlines()
+    return max((step for step in STEPS if step in lines), key=STEPS.index, default=STEPS[0])
 
 
-def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1] if lines and lines[-1] not in STEPS else ""
+def _last_line(log: Path) -> str:
+    """What this rank said last, announcements left out."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line and line not in STEPS), "")
 
 
 def _announce(step: str) -> None:
@@ -106,7 +127,7 @@ def worker(backend: str, rank: int, num_processes: int, store: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_processes,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=IMPORT_TIMEOUT),
     )
     _announce(STEPS[3])
     numbers = torch.full((NUM_ELEMENTS,), float(rank + 1), device=device)

@@ -203,8 +203,16 @@ class LockFacts:
 
 def collect_lock(context: Context) -> LockFacts:
     """Read the lock and look each package up."""
+    from packaging.requirements import Requirement
+
     text = (context.root / "requirements" / "template.txt").read_text(encoding="utf-8")
-    locked = dict(re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE))
+    lines = re.findall(r"^[\w.-]+==[^\\\n]+", text, re.MULTILINE)
+    pins = [Requirement(line) for line in lines]
+    locked = {
+        pin.name: str(pin.specifier).removeprefix("==")
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate()  # some are for other systems only
+    }
     return LockFacts(locked, {name: installed_version(name) for name in locked})
 
 
