@@ -25,7 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = ROOT / "build" / "newcomer"
 PACKAGES = ["python3", "git", "ca-certificates"]
-UBUNTU = ("jammy", "noble")
+UBUNTU = ("noble",)
+UBUNTU_KEYS = Path("/usr/share/keyrings/ubuntu-archive-keyring.gpg")
+DEBOOTSTRAP_SCRIPTS = Path("/usr/share/debootstrap/scripts")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # Runs in namespaces of its own: mounts and processes are gone when it ends, however it ends.
@@ -72,7 +74,7 @@ def shared_with_host() -> list[str]:
     return [str(place) for place in found]
 
 
-def make_system(suite: str) -> Path:
+def make_system(suite: str, unverified: bool = False) -> Path:
     """A new system; what debootstrap made is kept, what was installed afterwards is not."""
     pristine = ROOTS / f"{suite}.tar"
     root = ROOTS / suite
@@ -86,8 +88,12 @@ def make_system(suite: str) -> Path:
     print(f"newcomer: making {suite} with debootstrap", flush=True)
     command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}"]
     if suite in UBUNTU:
-        # python3 and git are in main, and Ubuntu's archive is debootstrap's default for these suites.
-        command += [suite, str(root)]
+        if not UBUNTU_KEYS.is_file() and not unverified:
+            fail(f"{suite} needs Ubuntu's keys (package ubuntu-keyring), or --unverified for a throw-away machine")
+        # Ubuntu has python3-venv in universe, which its installer turns on. An empty mirror means Ubuntu's own,
+        # and an older debootstrap doesn't know the newest suites, which it makes like all of them since gutsy.
+        command += ["--components=main,universe", "--no-check-gpg" if unverified else f"--keyring={UBUNTU_KEYS}"]
+        command += [suite, str(root), "", str(DEBOOTSTRAP_SCRIPTS / "gutsy")]
     else:
         mirror = apt_mirror()
         command += [suite, str(root), *([mirror] if mirror else [])]
@@ -135,6 +141,7 @@ def main() -> int:
     parser.add_argument("suites", nargs="*", default=["bookworm", "trixie"])
     parser.add_argument("--keep", action="store_true", help="leave the systems in build/newcomer/ afterwards")
     parser.add_argument("--only", choices=["demo", "test"], help="just one of the two commands")
+    parser.add_argument("--unverified", action="store_true", help="take Ubuntu's packages without its keys")
     options = parser.parse_args()
     if os.geteuid() != 0:
         fail("making a new system needs root: sudo -E .venv/bin/nox -s newcomer")
@@ -145,7 +152,7 @@ def main() -> int:
     commands = {"demo": [demo, demo], "test": [test], None: [demo, demo, test]}[options.only]
     times = []
     for suite in options.suites:
-        root = make_system(suite)
+        root = make_system(suite, options.unverified)
         install_sources(root)
         times += [(suite, command, in_system(root, command)) for command in commands]
         if not options.keep:
