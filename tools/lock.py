@@ -5,7 +5,8 @@
     python tools/lock.py --check     say whether the inputs changed since the last resolution
 
 All groups of the generated project are resolved together, for Linux and macOS and every Python from 3.11 on, so that
-any sum of groups fits. Each package is one file; includes/lock/groups.jinja says which group needs which packages.
+any sum of groups fits. packages.txt holds them all, parted by empty lines; groups.jinja says which group needs which.
+One file, since Copier clones and reads hundreds slowly.
 torch and torchvision are left out: they come with the image, or from `make setup`.
 """
 
@@ -25,6 +26,7 @@ from packaging.markers import Marker
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 LOCK = ROOT / "includes" / "lock"
+PACKAGES = LOCK / "packages.txt"
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = ("linux", "darwin")
@@ -116,8 +118,8 @@ def lock(upgrade: bool) -> None:
         inputs = {group: REQUIREMENTS / f"{group}.in" for group in GROUPS}
 
         everything = Path(scratch, "everything.txt")  # uv prefers the versions that it finds in its output file
-        if not upgrade:
-            everything.write_text("".join(path.read_text() for path in sorted((LOCK / "packages").glob("*.txt"))))
+        if not upgrade and PACKAGES.exists():
+            everything.write_text(PACKAGES.read_text())
         compile_lock(list(inputs.values()), everything, "--generate-hashes", "--override", str(override))
         packages = blocks(everything.read_text())
 
@@ -132,10 +134,7 @@ def lock(upgrade: bool) -> None:
             compile_lock([path], part, "--override", str(override), "--constraint", str(locked))
             groups[group] = sorted(blocks(part.read_text()).keys() & packages.keys())
 
-    for path in (LOCK / "packages").glob("*.txt"):
-        path.unlink()
-    for name, block in packages.items():
-        (LOCK / "packages" / f"{name}.txt").write_text(block)
+    PACKAGES.write_text("\n".join(packages.values()))
     (LOCK / "groups.jinja").write_text(groups_jinja(groups, sorted(packages)))
 
     for name in OWN:
