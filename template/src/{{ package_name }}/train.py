@@ -26,6 +26,7 @@ from .checkpoint import Checkpoints, Progress, step_name
 from .config import TrainConfig, load_config, to_dict
 from .data import UNIT, Datasets
 from .errors import EXIT_PREEMPTED, SAVED, UserError, leave_note, run
+from .errors import describe as describe_failure
 from .evaluate import Preempted, evaluate
 from .loader import EpochSampler
 from .logs import logger, start_logging
@@ -428,7 +429,10 @@ def report(current: Run) -> None:
     from .plot import draw_curves
 
     progress, run_dir = current.progress, current.config.run_dir
-    draw_curves(run_dir / "metrics.csv", run_dir / "loss.png")
+    try:
+        draw_curves(run_dir / "metrics.csv", run_dir / "loss.png")
+    except OSError as error:  # the run is finished all the same
+        logger.warning(f"no loss curve: {describe_failure(error)}")
     figures = {f"test {METRIC}": f"{progress.scores[METRIC]:.4f} (best {progress.best_value:.4f})"}
     if current.logged_samples:
         figures[f"{UNIT}/s"] = f"{current.logged_samples / current.logged_seconds:,.0f}"
