@@ -185,6 +185,34 @@ def test_compiled_with_accumulation(project: Render):
     unchanged(folder)
 
 
+@pytest.fixture(scope="session")
+def fashion_mnist() -> Path:
+    """60,000 real images, from Debian's package dataset-fashion-mnist; nothing is installed."""
+    folder = bootstrap.BUILD / "fashion-mnist"
+    images = folder / "usr/share/datasets/fashion-mnist"
+    if not images.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["apt-get", "--quiet", "update"], check=False, capture_output=True)
+        run("apt-get --quiet download dataset-fashion-mnist", folder)
+        [package] = folder.glob("*.deb")
+        run(f"dpkg --extract {package.name} .", folder)
+    return images
+
+
+def test_fashion_mnist_from_a_mounted_folder(project: Render, fashion_mnist: Path):
+    folder = project("default")
+    data = f"--data.name fashion-mnist --data.dir {fashion_mnist}"
+    options = f"--config configs/smoke.yaml --run_name fashion --max_steps 80 --model.width 8 {data}"
+    listed = run(f"scripts/run.sh python -m my_project.prepare_data {data}", folder)
+    assert "60,000 images to train on, 10,000 to test with" in listed
+    run(f"./launch.sh --cpu train {options} --global_batch_size 250", folder)
+    [run_folder] = [path for path in run_folders(folder) if path.name == "fashion"]
+    [accuracy] = [float(row["accuracy"]) for row in metrics(run_folder) if row["split"] == "eval"]
+    assert accuracy > 0.6, accuracy  # a third of an epoch; chance is 0.1
+    shutil.rmtree(run_folder)
+    unchanged(folder)
+
+
 def test_evaluate_and_export(smoked: Smoke):
     folder, run_folder, _ = smoked("default")
     options = f"--config configs/smoke.yaml --run_name {run_folder.name}"

@@ -7,6 +7,8 @@ resuming are the loop's business (see loader.py).
 
 import gzip
 import os
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
@@ -116,23 +118,13 @@ def fashion_mnist(config: DataConfig, folder: Path) -> Datasets:
     """
     from torchvision.datasets import FashionMNIST
     from torchvision.datasets.mnist import read_image_file, read_label_file
-    from torchvision.datasets.utils import check_integrity
 
     parts: dict[str, ImageTensor]
-    archives = {name: (folder / name, md5) for name, md5 in FashionMNIST.resources}
-    if all(path.exists() for path, _ in archives.values()):
-        for path, md5 in archives.values():
-            if not check_integrity(str(path), md5):
-                raise UserError(f"{path} is damaged (checksum differs): fetch it again")
-
-        def read(stem: str, header: int, *shape: int) -> Tensor:
-            content = gzip.decompress((folder / f"{stem}.gz").read_bytes())
-            return torch.frombuffer(bytearray(content), dtype=torch.uint8)[header:].view(-1, *shape)
-
+    if all((folder / name).exists() for name, _ in FashionMNIST.resources):
         parts = {
             part: ImageTensor(
-                read(f"{stem}-images-idx3-ubyte", 16, 1, 28, 28),
-                read(f"{stem}-labels-idx1-ubyte", 8).long(),
+                _read_idx(folder / f"{stem}-images-idx3-ubyte.gz").unsqueeze(1),
+                _read_idx(folder / f"{stem}-labels-idx1-ubyte.gz").long(),
             )
             for part, stem in (("train", "train"), ("eval", "t10k"))
         }
@@ -252,6 +244,31 @@ def _chain(*steps: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
 def _whole_batch(batch: Batch) -> Batch:
     """`__getitems__` made the batch already."""
     return batch
+
+
+def _read_idx(path: Path) -> Tensor:
+    """Bytes of a gzipped idx file, in the shape that its head gives.
+
+    Distributions pack the files anew, so what is checked is gzip's own checksum of the content.
+    Raises: UserError when the file is damaged.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes())
+        start = (
+            4 + 4 * content[3]
+        )  # the fourth byte counts the dimensions, one big-endian size each
+        shape = struct.unpack(f">{content[3]}I", content[4:start])
+        return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        struct.error,
+        IndexError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise UserError(f"{path} is damaged ({error}): fetch it again") from error
 
 
 def _fetch(read: Callable[[], Any], name: str, folder: Path) -> Any:
