@@ -164,7 +164,7 @@ def test_scripts_can_be_run(projects: list[Project]):
     for _, folder in projects:
         for path in [folder / "launch.sh", *folder.glob("scripts/*")]:
             assert path.read_text().startswith("#!/usr/bin/env "), path
-            assert path.stat().st_mode & 0o777 == 0o755, path
+            assert path.stat().st_mode & 0o111 == 0o111, path
 
 
 def test_no_image_or_action_floats(projects: list[Project]):
@@ -536,6 +536,57 @@ def test_setup_says_what_is_missing(copy: Path, tmp_path: Path):
     )
     output = run(script, code=1, env={"PYTHON": str(old)})
     assert output.splitlines() == ["error: Python 3.8.1 is too old: make setup PYTHON=python3.11 (or newer)"]
+
+
+LOCAL = {"deployment": "local"}
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("answers", "index", "reachable", "taken", "cuda"),
+    [
+        ({}, "", True, CPU_WHEELS, False),
+        ({}, "", False, None, False),
+        ({}, "default", True, None, False),
+        ({}, "https://mirror.example.com/torch", True, "https://mirror.example.com/torch", False),
+        (LOCAL, "", True, "https://download.pytorch.org/whl/cu130", True),
+        (LOCAL, "", False, None, True),
+        (LOCAL, CPU_WHEELS, True, CPU_WHEELS, False),
+        (LOCAL | {"gpu": "none"}, "", True, CPU_WHEELS, False),
+    ],
+)
+def test_setup_installs_torch_then_the_locks_then_checks(
+    renderer: Renderer,
+    tmp_path: Path,
+    answers: Answers,
+    index: str,
+    reachable: bool,
+    taken: str | None,
+    cuda: bool,
+):
+    project = renderer.render(answers, tmp_path / "project")
+    python = executable(
+        tmp_path / "venv/bin/python",
+        f'#!/bin/bash\n[[ $1 != -c ]] && echo "$*" >>{tmp_path}/calls\n'
+        f"[[ $* == *urllib* ]] && exit {0 if reachable else 1}\nexit 0\n",
+    )
+    env = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "TORCH_INDEX": index}
+    output = run(project / "scripts/setup.sh", env=env)
+    assert ("cannot be reached: taking torch from pip's own index" in output) == (not reachable)
+    software = yaml.safe_load((project / "platform.yaml").read_text())["software"]
+    pip = "-m pip --disable-pip-version-check"
+    source = f"--index-url {taken} " if taken else ""
+    locks = "-r requirements/template.txt -r requirements/project.txt"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call for call in calls if "--version" not in call] == [
+        f"{pip} install {source}torch=={software['torch']} torchvision=={software['torchvision']}",
+        f"{pip} install --quiet --require-hashes --no-deps {locks}",
+        "scripts/check_install.py" + (" --cuda" if cuda else ""),
+    ]
+    assert run(project / "scripts/setup.sh", env=env) == f"setup: {tmp_path / 'venv'} is up to date\n"
+    with (project / "requirements/project.txt").open("a") as file:
+        file.write("# more\n")
+    assert "is ready" in run(project / "scripts/setup.sh", env=env)
 
 
 def test_lock_keeps_pins_and_leaves_torch_out(copy: Path):
