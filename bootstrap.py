@@ -200,28 +200,17 @@ def demo(folder: str | None) -> None:
         if previous.exists():
             shutil.rmtree(previous)
         project.rename(previous)
-    copier = [
-        str(TOOLS_VENV / "bin" / "copier"),
-        "copy",
-        "--quiet",
-        "--defaults",
-        "--vcs-ref",
-        "HEAD",
-    ]
+    copier = [str(TOOLS_VENV / "bin" / "copier"), "copy", "--quiet", "--defaults", "--vcs-ref", "HEAD"]
     run([*copier, str(ROOT), str(project)])
     environment = [f"VENV={TRAINING_VENV}", f"PYTHON={base_python()}"]
     run(["make", "--no-print-directory", "setup", *environment], cwd=project)
     # From now on a plain `make` in the project finds its environment.
     (project / ".venv").symlink_to(TRAINING_VENV)
-    run(["make", "--no-print-directory", "smoke"], cwd=project)
+    run(["make", "--no-print-directory", "smoke", *environment], cwd=project)
     print()
     say(f"done in {time.monotonic() - started:.0f} s; the project is {project}")
-    command = [
-        os.path.relpath(TOOLS_VENV / "bin" / "copier"),
-        "copy",
-        os.path.relpath(ROOT),
-        os.path.relpath(ROOT.parent / "my-project"),
-    ]
+    command = [copier[0], "copy", str(ROOT), str(ROOT.parent / "my-project")]
+    command = [os.path.relpath(word) if word.startswith("/") else word for word in command]
     say(f"next, a project for your machine (it asks what you have): {shlex.join(command)}")
 
 
