@@ -64,7 +64,7 @@ def run(command: str, cwd: Path, code: int = 0) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     print(f"$ {command}\n{done.stdout}")
     assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout[-4000:]}"
