@@ -713,4 +713,4 @@ def test_update_needs_git_a_clean_tree_and_copier(copy: Path, tmp_path: Path):
     assert "needs a clean work tree" in run(script, code=1, env=env)
     run("git", "commit", "-qm", "start", cwd=copy)
     output = run(script, "--defaults", "--data", "num_gpus=8", env=env)
-    assert output.startswith("update|--defaults|--data|num_gpus=8|")
+    assert output == "update|--defaults|--data|num_gpus=8|"

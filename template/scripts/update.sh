@@ -16,5 +16,8 @@ command -v copier >/dev/null ||
   fail "an update needs a clean work tree: commit or stash what 'git status' shows"
 
 copier update "$@"
-echo "Look at 'git diff', then commit. Files in conflict:"
-git ls-files --unmerged | cut -f 2 | sort -u
+
+conflicts=$(git ls-files --unmerged | cut -f 2 | sort -u)
+if [[ -n $conflicts ]]; then
+  printf 'To be resolved by you:\n%s\n' "$conflicts"
+fi
