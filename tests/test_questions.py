@@ -92,6 +92,9 @@ REFUSED: list[tuple[Answers, str]] = [
         ({"deployment": "local", "checkpoint_volume": folder}, "checkpoint_volume must be a folder")
         for folder in ("", "..", "../a", "a/../../b", "/", "~/a", "a b", "a\n")
     ),
+    ({"checkpoint_volume": "data"}, "checkpoint_volume must not be 'data'"),
+    ({"checkpoint_volume": "cache"}, "checkpoint_volume must not be 'cache'"),
+    ({"deployment": "local", "checkpoint_volume": "src/runs"}, "checkpoint_volume must not be 'src/runs'"),
     ({"preemption_grace_seconds": 29}, "must be from 30 to 3600, not 29"),
     ({"preemption_grace_seconds": 3601}, "must be from 30 to 3600, not 3601"),
     ({"preemption_grace_seconds": "2m"}, "preemption_grace_seconds must be a whole number"),
