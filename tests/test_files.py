@@ -101,7 +101,7 @@ def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, env: Answers | No
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env=os.environ | (env or {}),
+        env={name: value for name, value in (os.environ | (env or {})).items() if value},  # empty: not set
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
