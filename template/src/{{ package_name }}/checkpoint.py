@@ -22,7 +22,7 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from .collective import FailTogether, agree
+from .collective import FailTogether
 from .errors import UserError
 from .logs import logger
 
@@ -74,17 +74,17 @@ class Checkpoints:
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint of this step. Collective. Returns its folder.
 
-        A step that is saved already only gets the pointers.
+        What an earlier start left of the same step is replaced: it may be damaged, not evaluated
+        yet, or of another course of the run.
         Raises: UserError when the volume is full or cannot be written; what was complete stays.
         """
         folder = self.run_dir / step_name(progress.step)
-        if not agree(self.accelerator, is_complete(folder)):
-            temporary = folder.with_suffix(".tmp")
-            try:
-                self._write_checkpoint(temporary, folder, progress)
-            except UserError:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+        temporary = folder.with_suffix(".tmp")
+        try:
+            self._write_checkpoint(temporary, folder, progress)
+        except UserError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         with self._together(f"could not update {self.run_dir}"):
             if self.accelerator.is_main_process:
                 _point(self.run_dir / LATEST, folder.name)
@@ -140,8 +140,13 @@ class Checkpoints:
                 _write(temporary / MANIFEST, _manifest_text(hashes))
                 for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
                     _flush(inner)
+                replaced = folder.with_suffix(".old")
+                if folder.exists():
+                    shutil.rmtree(replaced, ignore_errors=True)
+                    folder.rename(replaced)
                 temporary.rename(folder)
                 _flush(self.run_dir)
+                shutil.rmtree(replaced, ignore_errors=True)
 
     def _choose(self, resume: str) -> str | None:
         if resume == "never":
@@ -155,6 +160,11 @@ class Checkpoints:
             return str(open_intact(self.run_dir, resume))
         for leftover in self.run_dir.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
+        for replaced in self.run_dir.glob("step-*.old"):
+            if replaced.with_suffix("").exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:  # the machine died between two renames
+                replaced.rename(replaced.with_suffix(""))
         candidates = complete_checkpoints(self.run_dir)
         for folder in reversed(candidates):
             problem = find_damage(folder)

@@ -18,6 +18,7 @@ from .data import DataConfig
 from .errors import UserError
 from .model import ModelConfig
 
+SECTIONS = ("data", "model")
 DEFAULT_CONFIG = Path("configs/train.yaml")
 
 
@@ -155,7 +156,7 @@ def load_config(
     values = _read_yaml(arguments.config)
     _check_keys(values, fields, str(arguments.config))
     overrides = {key: getattr(arguments, key) for key in fields if hasattr(arguments, key)}
-    values.update({key: _parse_text(text) for key, text in overrides.items()})
+    values.update({key: _parse_text(text, fields[key]) for key, text in overrides.items()})
     config = _build(TrainConfig, values)
     config.validate()
     return config, arguments
@@ -202,6 +203,8 @@ def _flatten(content: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
+        if value is None and name in SECTIONS:  # all its keys are comments
+            continue
         if isinstance(value, dict):
             flat.update(_flatten(value, f"{name}."))
         else:
@@ -220,7 +223,9 @@ def _did_you_mean(word: str, known: list[str]) -> str:
     return f": did you mean {near[0]}?" if near else "; --help lists the known ones"
 
 
-def _parse_text(text: str) -> Any:
+def _parse_text(text: str, item: dataclasses.Field[Any]) -> Any:
+    if item.type is str or (item.type == str | None and text != "null"):
+        return text  # a run named 007 or no is no number and no boolean
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -253,7 +258,7 @@ def _coerce(key: str, value: Any, kind: Any, item: dataclasses.Field[Any]) -> An
     if isinstance(value, bool) and wanted is not str:
         raise wrong
     if wanted is str:
-        if not isinstance(value, str | int | float):
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise wrong
         value = str(value)
         choices = item.metadata.get("choices", ())

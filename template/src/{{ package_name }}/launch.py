@@ -21,7 +21,7 @@ from accelerate.commands.launch import (
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from .errors import EXIT_PREEMPTED, EXPLAINED, NOTE_VARIABLE, SAVED
 
@@ -49,13 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             launch_command(arguments)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            rank, failure = _cause(error)
             if failure.exitcode != EXIT_PREEMPTED and note.read_text() != EXPLAINED:
                 print(f"rank {rank} {_ending(failure.exitcode)}; all were stopped", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         except SignalException as stop:
             return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + int(stop.sigval)
     return 0
+
+
+def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how.
+
+    Failures are timed by whole seconds, and a lost rank takes the others along at once: they end
+    with an error of their own or are aborted, so any other signal is what began it.
+    """
+    for rank, failure in error.failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT:
+            return rank, failure
+    return error.get_first_failure()
 
 
 def _ending(exit_code: int) -> str:
