@@ -25,6 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from .errors import EXIT_PREEMPTED, EXPLAINED, NOTE_VARIABLE, SAVED
 
+# A rank that dies leaves the others waiting for it. This signal, which nothing else sends, ends
+# them at once; the agent would ask them with SIGTERM and wait for 30 seconds.
+CLOSING = signal.SIGRTMAX
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start training as the configuration file says. Returns the exit code."""
@@ -39,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # A rank that dies leaves the others waiting for it: end them at once, not after 30 seconds.
-    elastic._get_default_signal = lambda: signal.SIGKILL
+    elastic._get_default_signal = lambda: CLOSING
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         note = Path(folder, "note")
         note.touch()
@@ -64,10 +67,13 @@ def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     Failures are timed by whole seconds, and a lost rank takes the others along at once: they end
     with an error of their own or are aborted, so any other signal is what began it.
     """
-    for rank, failure in error.failures.items():
+    failures = {
+        rank: failure for rank, failure in error.failures.items() if failure.exitcode != -CLOSING
+    }
+    for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT:
             return rank, failure
-    return error.get_first_failure()
+    return min(failures.items(), key=lambda item: item[1].timestamp)
 
 
 def _ending(exit_code: int) -> str:
