@@ -42,7 +42,7 @@ def exported(renderer: Renderer, file: str) -> Any:
 # Through the command line, since exit code, last line and an untouched disk are the promise.
 REFUSED_ON_THE_COMMAND_LINE: list[tuple[Answers, str]] = [
     ({"gpu_cuont": 4}, "there is no question 'gpu_cuont'"),
-    ({"num_gpus": "8.5"}, "num_gpus must be a whole number such as 4, not 8.5"),
+    ({"num_gpus": "8.5"}, 'num_gpus must be a whole number such as 4, not "8.5"'),
     ({"project_slug": "../elsewhere"}, "project_slug must be 1 to 40 small letters"),
     ({"package_name": "torch"}, "package_name must not be 'torch'"),
     ({"gpu": "v100", "precision": "bf16"}, "bf16 needs compute capability 8.0 and the NVIDIA V100 has 7.0"),
@@ -80,7 +80,7 @@ REFUSED: list[tuple[Answers, str]] = [
     ({"gpu": "none", "precision": "fp16"}, "fp16 needs a GPU"),
     ({"gpu": "t4", "precision": "bf16"}, "choose fp16 or fp32"),
     ({"precision": "fp8"}, "'fp8' is not in"),
-    ({"precision": False}, "'False' is not in"),
+    ({"precision": False}, "precision must be text: put it in quotes"),
     ({"gpu": "gb200", "deployment": "docker"}, "docker needs an x86-64 machine"),
     ({"gpu": "b200", "torch_stack": "2.14.1-cuda12.6"}, "runs on compute capability 5.0 to 9.0"),
     ({"torch_stack": "2.12.0-cuda13.0"}, "'2.12.0-cuda13.0' is not in"),
@@ -94,6 +94,8 @@ REFUSED: list[tuple[Answers, str]] = [
     ),
     ({"checkpoint_volume": "data"}, "checkpoint_volume must not be 'data'"),
     ({"checkpoint_volume": "cache"}, "checkpoint_volume must not be 'cache'"),
+    ({"checkpoint_volume": "/etc/checkpoints"}, "checkpoint_volume must not be in /etc"),
+    ({"deployment": "local", "checkpoint_volume": "/dev/shm"}, "checkpoint_volume must not be in /dev"),
     ({"deployment": "local", "checkpoint_volume": "src/runs"}, "checkpoint_volume must not be 'src/runs'"),
     ({"preemption_grace_seconds": 29}, "must be from 30 to 3600, not 29"),
     ({"preemption_grace_seconds": 3601}, "must be from 30 to 3600, not 3601"),
@@ -127,6 +129,11 @@ def test_refused_with_data(answers: Answers, sentence: str, template: Path, tmp_
     [
         ("gpu_cuont: 4", "there is no question 'gpu_cuont'"),
         ("num_gpus: 8.7", "num_gpus must be a whole number such as 4, not 8.7"),  # Copier would take 8
+        ("num_gpus:", "num_gpus must be a whole number such as 4, not null"),
+        ("tracker: [wandb]", "tracker must be text: put it in quotes"),
+        ("description: 2026-12-02", "description must be text: put it in quotes"),
+        ("author_email:", "author_email must be text: put it in quotes"),
+        ("_subdirectory: tests", "there is no question '_subdirectory'"),
         ("jupyter: yes", "jupyter must be 'yes' or 'no' in quotes"),  # YAML reads true
         ("gpu: v100\ntorch_stack: 2.14.1-cuda13.0", "choose 2.14.1-cuda12.6"),
     ],
@@ -457,7 +464,7 @@ def test_rules_know_the_questions(renderer: Renderer) -> None:
     rules = exported(renderer, "rules.jinja")
     assert rules.questions == list(renderer.questions)
     assert not set(rules.retired) & set(rules.questions)
-    assert rules.whole_numbers == [name for name, question in renderer.questions.items() if question["type"] == "int"]
+    assert list(rules.whole_numbers) == [name for name, question in renderer.questions.items() if question["type"] == "int"]
     with_yes = [name for name in renderer.questions if "yes" in renderer.choices(name, renderer.answer({}))]
     assert rules.yes_or_no == with_yes
 

@@ -14,6 +14,7 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, start again to continue
 
 # File by which a rank tells the launcher how it ended; the launcher makes the name.
 NOTE_VARIABLE = "LAUNCH_NOTE"
+LAUNCHER_VARIABLE = "LAUNCHER_PID"
 EXPLAINED = "explained"
 SAVED = "saved"
 

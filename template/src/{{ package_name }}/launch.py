@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from .errors import EXIT_PREEMPTED, EXPLAINED, NOTE_VARIABLE, SAVED
+from .errors import EXIT_PREEMPTED, EXPLAINED, LAUNCHER_VARIABLE, NOTE_VARIABLE, SAVED
 
 # A rank that dies leaves the others waiting for it. This signal, which nothing else sends, ends
 # them at once; the agent would ask them with SIGTERM and wait for 30 seconds.
@@ -37,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, environment = prepare_simple_launcher_cmd_env(arguments)
         os.execvpe(command[0], command, environment)
 
+    import torch.distributed.run  # noqa: F401  (the agent, whose loggers are to be quiet)
+
     # The agent would die of SIGUSR1, which Slurm sends ahead of a time limit.
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    # It reports failures with a table and a traceback of its own code.
+    signal.signal(signal.SIGUSR1, elastic._terminate_process_handler)
+    # It reports stops and failures with tables and tracebacks of its own code.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note = Path(folder, "note")
         note.touch()
         os.environ[NOTE_VARIABLE] = str(note)
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         arguments.log_dir = arguments.log_dir or folder  # the agent would leave its own behind
         try:
             launch_command(arguments)

@@ -6,6 +6,8 @@ step. The reduction runs on the CPU beside the step and is read at the next boun
 synchronisation with the GPU.
 """
 
+import ctypes
+import os
 import signal
 from types import FrameType
 from typing import Any
@@ -13,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .errors import LAUNCHER_VARIABLE
+
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -26,6 +31,15 @@ class Preemption:
         self._group: Any = None
         for one in SIGNALS:
             signal.signal(one, self._on_signal)
+        self._stop_with_launcher()
+
+    def _stop_with_launcher(self) -> None:
+        """Have the kernel tell this rank to stop when the launcher dies, which then cannot."""
+        launcher = os.environ.get(LAUNCHER_VARIABLE)
+        if launcher:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != int(launcher):  # it died before
+                self.signal_received = signal.SIGTERM.name
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_received = self.signal_received or signal.Signals(number).name
