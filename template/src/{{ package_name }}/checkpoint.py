@@ -31,6 +31,7 @@ PROGRESS = "progress.json"
 STATE = "state"
 LATEST = "latest"
 BEST = "best"
+ASIDE = ".aside"
 FORMAT = 1
 
 
@@ -119,6 +120,10 @@ class Checkpoints:
         progress = read_progress(folder)
         load_state(self.accelerator, folder)
         self.resumed_from = folder
+        if resume != "auto":
+            with self._together(f"could not update {self.run_dir}"):
+                if self.accelerator.is_main_process:
+                    self._set_aside_later(folder, progress)
         return progress
 
     def _write_checkpoint(self, temporary: Path, folder: Path, progress: Progress) -> None:
@@ -177,6 +182,23 @@ class Checkpoints:
                 "another run_name to start again"
             )
         return None
+
+    def _set_aside_later(self, folder: Path, progress: Progress) -> None:
+        """Take later steps out of the way: the next start goes on with the course begun here."""
+        later = [found for found in complete_checkpoints(self.run_dir) if found > folder]
+        if folder.parent != self.run_dir or not later:
+            return
+        for found in later:
+            aside = found.with_suffix(ASIDE)
+            shutil.rmtree(aside, ignore_errors=True)
+            found.rename(aside)
+        logger.info(
+            f"later checkpoints are now called {later[0].name}{ASIDE} and so on: resume from one "
+            "by its folder, or remove them"
+        )
+        _point(self.run_dir / LATEST, folder.name)
+        if progress.best_step is not None:
+            _point(self.run_dir / BEST, step_name(progress.best_step))
 
     def _hash_files(self, folder: Path, what: str) -> dict[str, dict[str, Any]]:
         """Flush and hash all files below a folder, each by one rank. Collective."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from .errors import UserError, describe
@@ -48,10 +48,3 @@ class FailTogether:
         if first:
             raise UserError(first) from error
         return True
-
-
-def agree(accelerator: Accelerator, value: bool) -> bool:
-    """The main process's answer, on all ranks. Collective."""
-    answer = [value]
-    broadcast_object_list(answer)
-    return bool(answer[0])
