@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import platform
@@ -80,14 +81,21 @@ def take_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return times
 
 
+def installed(python: Path, *packages: str) -> dict[str, str]:
+    script = "import sys, json, importlib.metadata as m; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
+    printed = subprocess.run([python, "-c", script, *packages], capture_output=True, text=True, check=True)
+    return json.loads(printed.stdout)
+
+
 def committed_template(scratch: Path) -> Path:
-    """The work tree as a repository without uncommitted changes, as people copy from."""
+    """The work tree as people copy it: committed, and packed as hosts keep repositories."""
     template = export(scratch / "template")
     environment = {**bootstrap.IDENTITY, **os.environ}
     for command in (
         ["git", "init", "--quiet"],
         ["git", "add", "--all"],
         ["git", "commit", "--quiet", "--message", "template"],
+        ["git", "repack", "-a", "-d", "--quiet"],
     ):
         subprocess.run(command, cwd=template, check=True, env=environment)
     return template
@@ -165,8 +173,11 @@ def main() -> int:
         late += [name] if verdict != "ok" else []
         print(f"{name}: {result['ratio']:.2f} (at most {result['target']}: {verdict}); {sides}")
     machine = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
+        "versions": installed(COPIER.with_name("python"), "copier")
+        | installed(bootstrap.TRAINING_VENV / "bin" / "python", "torch", "accelerate"),
         "rounds": options.rounds,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
