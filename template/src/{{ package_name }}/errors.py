@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import sys
 import time
@@ -30,6 +31,8 @@ HINTS = {
     "shm_size, or lower num_workers",
 }
 
+# What a rank meets when another one has died; which one, and why, the launcher says.
+LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 
 ADVICE = {
     errno.ENOSPC: "the volume is full: free some space, or lower keep_last",
@@ -58,6 +61,10 @@ def run(main: Callable[[], int | None]) -> None:
         if isinstance(error, OSError) and error.errno in ADVICE:
             print(f"error: {error.filename}: {describe(error)}", file=sys.stderr, flush=True)
             leave_note(EXPLAINED)
+            os._exit(EXIT_ERROR)
+        if isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)):
+            rank = os.environ.get("RANK", "0")
+            print(f"rank {rank} lost its connection to another rank", file=sys.stderr, flush=True)
             os._exit(EXIT_ERROR)
         traceback.print_exc()
         for text, cure in HINTS.items():
