@@ -254,9 +254,8 @@ def _read_idx(path: Path) -> Tensor:
     """
     try:
         content = gzip.decompress(path.read_bytes())
-        start = (
-            4 + 4 * content[3]
-        )  # the fourth byte counts the dimensions, one big-endian size each
+        # The fourth byte counts the dimensions; one big-endian size each follows.
+        start = 4 + 4 * content[3]
         shape = struct.unpack(f">{content[3]}I", content[4:start])
         return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)
     except (
