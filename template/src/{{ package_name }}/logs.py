@@ -23,6 +23,8 @@ def start_logging(is_main_process: bool, run_dir: Path | None = None) -> None:
 
     Other ranks stay silent up to warnings.
     """
+    # Shared weights are saved once and shared again on loading: nothing to say at each save.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO if is_main_process else logging.ERROR)

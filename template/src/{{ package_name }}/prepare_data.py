@@ -13,7 +13,7 @@ def main() -> int:
     config, _ = load_config()
     datasets = build_datasets(config.data)
     train, evaluation = len(cast(Sized, datasets.train)), len(cast(Sized, datasets.eval))
-    print(f"{config.data.name}: {train:,} {UNIT} to train on, {evaluation:,} to test with")
+    print(f"{train:,} {UNIT} to train on, {evaluation:,} to test with")
     return 0
 
 

@@ -88,7 +88,7 @@ def build_datasets_in_turn(accelerator: Accelerator, config: TrainConfig) -> Dat
     turn = 0 if accelerator.is_main_process else 1 if accelerator.is_local_main_process else 2
     datasets = None
     for now in range(3):
-        with FailTogether(accelerator, f"could not read {config.data.name}"):
+        with FailTogether(accelerator, "could not read the data"):
             if now == turn:
                 datasets = build_datasets(config.data)
     assert datasets is not None

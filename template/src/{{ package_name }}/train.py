@@ -9,9 +9,10 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Sized
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -401,11 +402,12 @@ def describe(current: Run, platform: Platform) -> None:
     """Say what is about to run, in the words of the configuration."""
     config, accelerator = current.config, current.accelerator
     parameters = sum(parameter.numel() for parameter in current.model.parameters())
+    samples = len(cast(Sized, current.datasets.train))
     effective = accelerator.mixed_precision
     if effective == "fp16" and accelerator.device.type == "cpu":
         effective = "no"
     logger.info(
-        f"run {config.run_name!r}: {config.data.name}, {parameters:,} parameters, "
+        f"run {config.run_name!r}: {samples:,} {UNIT}, {parameters:,} parameters, "
         f"{current.total_steps} steps of {config.global_batch_size} {UNIT}"
     )
     logger.info(
