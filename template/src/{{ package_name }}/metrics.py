@@ -32,7 +32,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, metric: str) -> None:
         self.path = path
-        self.columns = [metric if name == "metric" else name for name in COLUMNS]
+        named = [metric if name == "metric" else name for name in COLUMNS]
+        self.columns = list(dict.fromkeys(named))  # the metric may be the loss
 
     def restore(self, keep: Callable[[dict[str, str]], bool]) -> float:
         """Drop rows that a resumed run will write again.

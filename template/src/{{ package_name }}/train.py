@@ -308,8 +308,9 @@ def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | N
     record(current, "train", row)
     logger.info(
         f"step {progress.step}/{current.total_steps}  epoch {progress.epoch + 1}  "
-        f"loss {loss:.4f}  {METRIC} {metric:.4f}  "
-        f"{row['samples_per_second']:,.0f} {UNIT}/s"
+        f"loss {loss:.4f}  "
+        + ("" if METRIC == "loss" else f"{METRIC} {metric:.4f}  ")
+        + f"{row['samples_per_second']:,.0f} {UNIT}/s"
         + ("" if row["gpu_memory_gb"] is None else f"  {row['gpu_memory_gb']:.1f} GB")
         + ("" if row["gpu_utilization"] is None else f"  GPU {row['gpu_utilization']:.0f} %")
     )
