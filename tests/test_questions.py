@@ -464,7 +464,8 @@ def test_rules_know_the_questions(renderer: Renderer) -> None:
     rules = exported(renderer, "rules.jinja")
     assert rules.questions == list(renderer.questions)
     assert not set(rules.retired) & set(rules.questions)
-    assert list(rules.whole_numbers) == [name for name, question in renderer.questions.items() if question["type"] == "int"]
+    of_type_int = [name for name, question in renderer.questions.items() if question["type"] == "int"]
+    assert list(rules.whole_numbers) == of_type_int
     with_yes = [name for name in renderer.questions if "yes" in renderer.choices(name, renderer.answer({}))]
     assert rules.yes_or_no == with_yes
 
