@@ -80,7 +80,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Render:
     def render(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp("projects") / name
-            answers = data_arguments(PROJECTS[name])
+            answers = data_arguments(PROJECTS.get(name, {}))
             copy = copier_command("copy", "--quiet", "--defaults", *answers, template, folder)
             run(" ".join(copy), template)
             for command in ("init --quiet", "add --all", "commit --quiet --message Start"):
@@ -234,6 +234,34 @@ def test_the_projects_own_tests_pass(project: Render, name: str):
     assert closing and int(closing[1]) > 0
     assert not re.search(r"\d+ (skipped|xfailed|deselected)", output)
     unchanged(project(name))
+
+
+def commands(heading: str) -> list[str]:
+    """What docs/your-own.md has a person type under a heading."""
+    page = (bootstrap.ROOT / "docs" / "your-own.md").read_text()
+    [block] = re.findall(r"```sh\n(.*?)```", page.split(f"\n## {heading}\n")[1].split("\n## ")[0], re.DOTALL)
+    return block.replace("ADDRESS", str(bootstrap.ROOT)).splitlines()
+
+
+def test_your_own_model(project: Render):
+    folder = project("your-own")
+    for command in commands("Your model and data"):
+        output = run(f"bash -c {shlex.quote(command)}", folder)
+    assert re.search(r"\d+ passed", output), "the last command is make test"
+    losses = {
+        name: [float(row["loss"]) for row in metrics(folder / "checkpoints" / name) if row["split"] == "eval"]
+        for name in ("smoke", "text")
+    }
+    assert all(after[-1] < after[0] for after in losses.values()), losses
+    assert losses["text"][-1] < 2.5, "a text whose bytes all were equally likely would have 5.5"
+
+
+def test_your_own_script(project: Render):
+    folder = project("your-own")
+    copy, on_cpu, _ = commands("Your own script")
+    run(f"bash -c {shlex.quote(copy)}", folder)
+    [accuracy] = re.findall(r"test accuracy ([\d.]+)", run(f"bash -c {shlex.quote(on_cpu)}", folder))
+    assert float(accuracy) > 0.8
 
 
 @pytest.mark.parametrize("name", ["default", "cpu"])

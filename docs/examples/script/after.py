@@ -19,7 +19,9 @@ test_loader = DataLoader(test_set, batch_size=50)
 
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+model, optimizer, train_loader, test_loader = accelerator.prepare(
+    model, optimizer, train_loader, test_loader
+)
 
 for _epoch in range(10):
     for inputs, targets in train_loader:

@@ -42,7 +42,7 @@ class Windows(Dataset[Batch]):
     def __init__(self, text: Tensor, length: int) -> None:
         self.text = text
         self.length = length
-        self.stride = length // 4
+        self.stride = max(length // 4, 1)
 
     def __len__(self) -> int:
         return (len(self.text) - self.length - 1) // self.stride + 1

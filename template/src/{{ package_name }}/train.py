@@ -9,10 +9,9 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Sized
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -297,8 +296,8 @@ def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | N
             "or look at the data; checkpoints of earlier steps are intact"
         )
     row = {
-        "loss": loss,
-        "metric": metric,
+        METRIC: metric,
+        "loss": loss,  # last, since the metric may be the loss
         "learning_rate": learning_rate,
         "grad_norm": None if grad_norm is None else float(grad_norm),
         "samples_per_second": samples / interval.seconds,
@@ -308,8 +307,7 @@ def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | N
     record(current, "train", row)
     logger.info(
         f"step {progress.step}/{current.total_steps}  epoch {progress.epoch + 1}  "
-        f"loss {loss:.4f}  "
-        + ("" if METRIC == "loss" else f"{METRIC} {metric:.4f}  ")
+        + "".join(f"{name} {row[name]:.4f}  " for name in dict.fromkeys(["loss", METRIC]))
         + f"{row['samples_per_second']:,.0f} {UNIT}/s"
         + ("" if row["gpu_memory_gb"] is None else f"  {row['gpu_memory_gb']:.1f} GB")
         + ("" if row["gpu_utilization"] is None else f"  GPU {row['gpu_utilization']:.0f} %")
@@ -329,7 +327,7 @@ def evaluate_step(current: Run) -> None:
     if best is None or (score > best if METRIC_MODE == "max" else score < best):
         progress.best_step, progress.best_value = progress.step, score
     progress.evaluated_step, progress.scores = progress.step, scores
-    record(current, "eval", {"loss": scores.get("loss"), "metric": score})
+    record(current, "eval", {METRIC: score, "loss": scores.get("loss")})
     logger.info(
         f"step {progress.step}/{current.total_steps}  epoch {progress.epoch + 1}  "
         + "  ".join(f"test {name} {value:.4f}" for name, value in scores.items())
@@ -370,14 +368,12 @@ def record(current: Run, split: str, row: dict[str, Any]) -> None:
                 "epoch": progress.epoch,
                 "samples_seen": progress.samples_seen,
                 "split": split,
-                METRIC: row["metric"],
                 "elapsed_seconds": elapsed,
-                **{key: value for key, value in row.items() if key != "metric"},
+                **row,
             }
         )
-    values = {METRIC if key == "metric" else key: value for key, value in row.items()}
     current.accelerator.log(
-        {f"{split}/{key}": value for key, value in values.items() if value is not None},
+        {f"{split}/{key}": value for key, value in row.items() if value is not None},
         step=progress.step,
     )
 
@@ -403,12 +399,12 @@ def describe(current: Run, platform: Platform) -> None:
     """Say what is about to run, in the words of the configuration."""
     config, accelerator = current.config, current.accelerator
     parameters = sum(parameter.numel() for parameter in current.model.parameters())
-    samples = len(cast(Sized, current.datasets.train))
     effective = accelerator.mixed_precision
     if effective == "fp16" and accelerator.device.type == "cpu":
         effective = "no"
     logger.info(
-        f"run {config.run_name!r}: {samples:,} {UNIT}, {parameters:,} parameters, "
+        f"run {config.run_name!r}: {current.sampler.num_samples:,} {UNIT}, "
+        f"{parameters:,} parameters, "
         f"{current.total_steps} steps of {config.global_batch_size} {UNIT}"
     )
     logger.info(
