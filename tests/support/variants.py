@@ -20,7 +20,10 @@ VALUES: dict[str, list[Any]] = {
     "description": ["Training with PyTorch and Accelerate.", 'Says "hi" to O\'Neil: {{ 7*7 }} # 🚀 \\ é'],
     "author_name": ["My Project authors", 'Zoë "Z" O\'Neil'],
     "author_email": ["", "zoe@example.com"],
+    "gpu_capability": ["8.0", "6.1", "8.9"],
+    "gpu_memory_gb": [24],
     "num_gpus": [4, 0, 1],
+    "num_machines": [1, 2],
     "checkpoint_volume": ["checkpoints", "/mnt/checkpoints"],
     "preemption_grace_seconds": [120, 600],
     "image_registry": ["", "registry.example.com:5000/team"],
@@ -37,7 +40,7 @@ class Space:
         self.renderer = renderer
         self.names = list(renderer.questions)
         self.needs = {name: self._needs(name) for name in self.names}
-        self._cache: dict[tuple[str, str], tuple[list[Any], Any]] = {}
+        self._cache: dict[tuple[str, str], tuple[Answers, list[Any], Any]] = {}
 
     def _needs(self, name: str) -> list[str]:
         """The questions whose answers decide whether and how this one can be answered."""
@@ -52,13 +55,6 @@ class Space:
                 sources += source.values() if isinstance(source, dict) else source
         return [other for other in self.names if other in variables and other != name]
 
-    def values(self, name: str) -> list[Any]:
-        """All answers that are possible at all."""
-        if not self.renderer.questions[name].get("choices"):
-            return VALUES[name]
-        first = {other: self.renderer.answer({})[other] for other in self.needs[name]}
-        return list(self.renderer.choices(name, first))
-
     def possible(self, name: str, context: Answers) -> tuple[list[Any], Any]:
         """The valid answers after the others, none when it is not asked; and the default."""
         relevant = {other: context[other] for other in self.needs[name]}
@@ -67,9 +63,15 @@ class Space:
             question = self.renderer.question(name, relevant)
             values: list[Any] = []
             if question.get_when():
-                values = [value for value in self.values(name) if self._is_valid(name, question, value)]
-            self._cache[key] = (values, question.get_default())
-        return self._cache[key]
+                offered = self.renderer.choices(name, relevant) if question.choices else VALUES[name]
+                values = [value for value in offered if self._is_valid(name, question, value)]
+            self._cache[key] = (relevant, values, question.get_default())
+        return self._cache[key][1:]
+
+    def looked_at(self) -> Iterator[tuple[str, Answers, list[Any], Any]]:
+        """What `possible` has found out so far: question, the answers that decide, valid answers, default."""
+        for (name, _), found in self._cache.items():
+            yield name, *found
 
     @staticmethod
     def _is_valid(name: str, question: Any, value: Any) -> bool:
