@@ -377,7 +377,7 @@ def judge_gpu_model(facts: GpuFacts, platform: Platform) -> Line:
 
 def _same_model(model: str, wanted: str) -> bool:
     """Whether the driver's name holds each word of ours, brand and memory size left aside."""
-    brands = {"nvidia", "geforce", "tesla"}
+    brands = {"nvidia", "geforce", "tesla", "gpu"}
 
     def words(name: str) -> set[str]:
         every = re.findall(r"[a-z0-9]+", name.lower())

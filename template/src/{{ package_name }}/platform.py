@@ -51,8 +51,11 @@ class Software:
 class Training:
     """How training is spread over processes, and its number format."""
 
-    backend: str
-    precision: str  # fp32, fp16 or bf16
+    backend: str  # ddp, fsdp or deepspeed
+    precision: str  # fp32, fp16, bf16 or fp8
+    sharding: str = "none"  # fsdp: full, grad-op or hybrid; deepspeed: zero1, zero2 or zero3; else none
+    cpu_offload: str = "none"  # or optimizer or all
+    activation_checkpointing: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,4 +134,4 @@ def _build(cls: type[T], raw: Any, where: str) -> T:
     return cls(**values)
 
 
-_WORDS = {str: "quoted text", int: "a whole number", NoneType: "null"}
+_WORDS = {str: "quoted text", int: "a whole number", bool: "true or false", NoneType: "null"}
