@@ -5,6 +5,7 @@ import argparse
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from . import backend
 from .config import load_config
 from .errors import UserError, run
 from .logs import logger, start_logging
@@ -24,7 +25,9 @@ def main() -> int:
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)
-    model, optimizer, loader = accelerator.prepare(parts.model, parts.optimizer, parts.train_loader)
+    model, optimizer, loader = backend.prepare(
+        accelerator, parts.model, parts.optimizer, parts.train_loader
+    )
     folder = config.run_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / f"rank{accelerator.process_index}.json"
