@@ -1,4 +1,4 @@
-"""Every machine: all combinations of what decides how training starts, and a list in which every pair of answers occurs.
+"""Every machine: all combinations of what decides how training starts, and a list in which each pair of answers occurs.
 
 They are rendered in memory. A file that equals one already checked needs no second check, so each distinct content
 goes once to the program that reads it; what only some answers should change is compared over all of them.
@@ -7,9 +7,9 @@ goes once to the program that reads it; what only some answers should change is 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
-import os
 import re
 import subprocess
 import tomllib
@@ -21,8 +21,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests.support.expected import CONFIG, CPU_CONFIG, case_of, cpu_case_of, launched, recorded
 from tests.support.render import ROOT, Answers, Files, Renderer, data_arguments, files, run_copier
 from tests.support.variants import MACHINE, VALUES, combinations
+from tests.test_accelerate_config import check
 
 
 class Variant(NamedTuple):
@@ -51,24 +53,27 @@ def read_yaml(content: bytes) -> Any:
     return yaml.load(content, Loader=yaml.CSafeLoader)
 
 
-def distinct(variants: list[Variant], pattern: str) -> Iterator[tuple[str, bytes]]:
-    """The name and each content of the files whose whole path fits."""
+def distinct(variants: list[Variant], pattern: str, ignored: bytes = rb"\A\Z") -> Iterator[tuple[str, bytes, Answers]]:
+    """The name, each content and its answers, of the files whose whole path fits; without what is ignored."""
     seen = set()
-    for variant in variants:
-        for name, (content, _) in variant.files.items():
-            if (name, content) not in seen and re.fullmatch(pattern, name):
-                seen.add((name, content))
-                yield name, content
+    for _, answers, found in variants:
+        for name, (content, _) in found.items():
+            if re.fullmatch(pattern, name) and (name, shown := re.sub(ignored, b"", content)) not in seen:
+                seen.add((name, shown))
+                yield name, content, answers
 
 
-def on_disk(variants: list[Variant], pattern: str, folder: Path) -> list[Path]:
+COMMENTS = rb"(?m)^#.*\n"
+
+
+def on_disk(variants: list[Variant], pattern: str, folder: Path, ignored: bytes = rb"\A\Z") -> dict[Path, Answers]:
     """Each distinct content in a folder of its own, under its own name."""
-    paths = []
-    for number, (name, content) in enumerate(distinct(variants, pattern)):
+    paths = {}
+    for number, (name, content, answers) in enumerate(distinct(variants, pattern, ignored)):
         path = folder / str(number) / Path(name).name
         path.parent.mkdir(parents=True)
         path.write_bytes(content)
-        paths.append(path)
+        paths[path] = answers
     assert paths, pattern
     return paths
 
@@ -186,7 +191,6 @@ ALWAYS = {
 }
 DOCKER = {".dockerignore", "Dockerfile", "compose.yaml"}
 CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
-FSDP = {"tests/fsdp_on_cpu/sitecustomize.py"}
 
 
 def expected_files(answers: Answers) -> set[str]:
@@ -201,7 +205,7 @@ def expected_files(answers: Answers) -> set[str]:
     if answers.get("backend") == "deepspeed":
         expected |= {"requirements/deepspeed.txt"}
     if answers.get("backend") == "fsdp":
-        expected |= FSDP
+        expected |= {f"tests/fsdp_on_cpu/{path.name}" for path in ROOT.glob("template/tests/fsdp_on_cpu/*.py")}
     return expected
 
 
@@ -236,15 +240,16 @@ def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) ->
 
 
 def test_no_two_variants_are_the_same(machines: list[Variant]) -> None:
-    """An answer that changes nothing would be no answer."""
-    contents = {
-        tuple(sorted((name, content) for name, (content, _) in variant.files.items() if name != ".copier-answers.yml"))
-        for variant in machines
-    }
-    assert len(contents) == len(machines)
+    """An answer that changes nothing would be no answer. With no GPU in it, the model does not matter."""
+    contents: dict[Any, Answers] = {}
+    for variant in machines:
+        if variant.given.get("num_gpus") != 0:
+            content = tuple((name, file) for name, file in variant.files.items() if name != ".copier-answers.yml")
+            assert contents.setdefault(content, variant.given) == variant.given
+    assert len(contents) >= 1000
 
 
-# -- each distinct content, by the program that reads it -----------------------------------------------------------------
+# -- each distinct content, by the program that reads it --------------------------------------------------------------
 
 
 def read_requirements(content: bytes) -> None:
@@ -269,15 +274,15 @@ READERS: dict[str, Callable[[bytes], Any]] = {
 def test_files_are_read(everything: list[Variant], pattern: str) -> None:
     found = list(distinct(everything, pattern))
     assert found
-    for name, content in found:
+    for name, content, _ in found:
         assert READERS[pattern](content) or pattern.endswith("txt"), name
 
 
 def test_text_is_tidy(machines: list[Variant]) -> None:
-    for name, content in distinct(machines, ".*"):
+    for name, content, _ in distinct(machines, ".*"):
         text = content.decode()
         assert "\r" not in text, name
-        assert not text or text.endswith("\n") and not text.endswith("\n\n") and text[0] != "\n", name
+        assert not text or (text.endswith("\n") and not text.endswith("\n\n") and text[0] != "\n"), name
         assert not re.search(r"[ \t]$", text, re.MULTILINE), name
         assert name.endswith(".py") or "\n\n\n" not in text, name
         assert not re.search(r"\{%|%\}|(?<!\$)\{\{|\{#", text), name
@@ -303,8 +308,8 @@ def test_dockerfiles(machines: list[Variant], tmp_path: Path) -> None:
 
 
 def test_yaml_is_tidy(machines: list[Variant], tmp_path: Path) -> None:
-    names = r"(compose|accelerate_config|accelerate_config\.cpu|platform)\.yaml"
-    run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *on_disk(machines, names, tmp_path))
+    names = r"(compose|accelerate_config|accelerate_config\.cpu)\.yaml"
+    run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *on_disk(machines, names, tmp_path, COMMENTS))
 
 
 def test_compose(machines: list[Variant], tmp_path: Path) -> None:
@@ -325,28 +330,13 @@ def test_makefiles(machines: list[Variant], tmp_path: Path) -> None:
 
 # -- what the answers ask for ----------------------------------------------------------------------------------------
 
-PRECISION = {"fp32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
-
-def num_processes(answers: Answers) -> int:
-    return max(answers.get("num_gpus", 0), 1) * answers.get("num_machines", 1)
-
-
-def test_configuration_follows_the_answers(everything: list[Variant]) -> None:
+def test_configurations_follow_the_answers(everything: list[Variant]) -> None:
+    """As `accelerate config` writes them; test_accelerate_config.py looks closer at the same files."""
+    wanted = functools.lru_cache(maxsize=None)(recorded)
     for _, answers, found in everything:
-        config, platform = read_yaml(found["accelerate_config.yaml"][0]), read_yaml(found["platform.yaml"][0])
-        backend = answers.get("backend", "ddp")
-        sharded = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}.get(backend)
-        assert config["num_machines"] == platform["hardware"]["num_machines"] == answers.get("num_machines", 1)
-        assert platform["hardware"]["num_gpus"] == answers.get("num_gpus", 0)
-        assert config["num_processes"] == num_processes(answers), answers
-        assert config["distributed_type"] == (sharded or ("MULTI_GPU" if num_processes(answers) > 1 else "NO"))
-        assert config["mixed_precision"] == PRECISION[answers["precision"]]
-        assert config["use_cpu"] is (not answers.get("num_gpus"))
-        assert ("fsdp_config" in config, "deepspeed_config" in config) == (backend == "fsdp", backend == "deepspeed")
-        assert ("parallelism_config" in config) == (answers.get("sharding") == "hybrid")
-        if backend == "deepspeed":
-            assert config["deepspeed_config"]["zero_stage"] == int(answers["sharding"].removeprefix("zero"))
+        assert read_yaml(found[CONFIG][0]) == wanted(case_of(answers)), answers
+        assert read_yaml(found[CPU_CONFIG][0]) == wanted(cpu_case_of(answers)), answers
 
 
 def test_packages_follow_the_answers(everything: list[Variant]) -> None:
@@ -357,31 +347,19 @@ def test_packages_follow_the_answers(everything: list[Variant]) -> None:
         assert not locked & {b"torch", b"torchvision", b"deepspeed"}
         assert (b"torchao" in locked) == (answers["precision"] == "fp8")
         assert ({b"ninja", b"hjson", b"einops"} <= locked) == deepspeed
-        assert (b"\n    --hash=" in found["requirements/deepspeed.txt"][0] if deepspeed else True)
+        assert b"\n    --hash=" in found["requirements/deepspeed.txt"][0] if deepspeed else True
         setup = found["scripts/setup.sh"][0]
         assert (b"--no-build-isolation" in setup) == (b"DS_BUILD_OPS=0" in setup) == deepspeed
 
 
-def test_accelerate_launches_them(machines: list[Variant], training_python: Path, tmp_path: Path) -> None:
-    """Each distinct configuration, comments aside, through accelerate's own loader and launcher."""
-    wanted: dict[bytes, int] = {}
-    for _, answers, found in machines:
-        for name in ("accelerate_config.yaml", "accelerate_config.cpu.yaml"):
-            content = re.sub(rb"^#.*\n", b"", found[name][0], flags=re.MULTILINE)
-            workers = 2 if name == "accelerate_config.cpu.yaml" else num_processes(answers)
-            assert wanted.setdefault(content, workers) == workers
-    paths = {}
-    for number, (content, workers) in enumerate(wanted.items()):
-        path = tmp_path / f"{number}.yaml"
-        path.write_bytes(content)
-        paths[str(path)] = workers
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "CUDA_"))}
-    done = subprocess.run(
-        [training_python, ROOT / "tests" / "support" / "check_accelerate.py", *paths],
-        capture_output=True, text=True, timeout=300, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert {file: found["workers"] for file, found in json.loads(done.stdout)["results"].items()} == paths
+def test_accelerate_launches_them(everything: list[Variant], training_python: Path, tmp_path: Path) -> None:
+    """Each distinct configuration, comments aside, through accelerate's own loader, launcher and plugins."""
+    cases = {}
+    for name, case_of_file in ((CONFIG, case_of), (CPU_CONFIG, cpu_case_of)):
+        for path, answers in on_disk(everything, re.escape(name), tmp_path / name, COMMENTS).items():
+            cases[str(path)] = case_of_file(answers)
+    results = check(training_python, list(cases))["results"]
+    assert results == {path: launched(case) for path, case in cases.items()}
 
 
 # -- the fast route against the real one -------------------------------------------------------------------------------

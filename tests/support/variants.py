@@ -43,7 +43,7 @@ class Space:
         self.renderer = renderer
         self.names = list(renderer.questions)
         self.needs = {name: self._needs(name) for name in self.names}
-        self._cache: dict[tuple[str, tuple[Any, ...]], tuple[list[Any], Any]] = {}
+        self._cache: dict[tuple[str, tuple[Any, ...]], tuple[Answers, list[Any], Any]] = {}
 
     def _needs(self, name: str) -> list[str]:
         """The questions whose answers decide whether and how this one can be answered."""
@@ -90,8 +90,13 @@ class Space:
             if question.get_when():
                 choices = [question.cast_answer(choice.value) for choice in question._formatted_choices]
                 values = [value for value in choices or VALUES[name] if self._is_valid(question, value)]
-            self._cache[key] = (values, question.get_default())
-        return self._cache[key]
+            self._cache[key] = (relevant, values, question.get_default())
+        return self._cache[key][1:]
+
+    def looked_at(self) -> Iterator[tuple[str, Answers, list[Any], Any]]:
+        """What `possible` has found out so far: question, the answers that decide, valid answers, default."""
+        for (name, _), found in self._cache.items():
+            yield name, *found
 
     @staticmethod
     def _is_valid(question: Any, value: Any) -> bool:
@@ -123,7 +128,10 @@ class Space:
         """All answers with these among them, None when they exclude each other; else those that are preferred most."""
         order = self.closure(list(goal))
         order += [name for name in self.names if name not in order]
-        needed = [set(itertools.chain.from_iterable(self.needs[name] for name in order[index:])) for index in range(len(order))]
+        needed = [
+            set(itertools.chain.from_iterable(self.needs[name] for name in order[index:]))
+            for index in range(len(order))
+        ]
         hopeless = set()
 
         def step(index: int, given: Answers, context: Answers) -> Answers | None:
