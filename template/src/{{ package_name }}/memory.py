@@ -48,14 +48,14 @@ ZERO_PREFETCH = 50_000_000
 
 @dataclass(frozen=True)
 class Setup:
-    """How training is spread over the machines."""
+    """How training is spread over the machines, in the words of `platform.yaml`."""
 
     num_gpus: int  # per machine; 0: one process on the CPU
     num_machines: int = 1
     precision: str = "fp32"
     backend: str = "ddp"
-    sharding: str = ""  # full, grad-op, hybrid; zero1, zero2, zero3
-    cpu_offload: str = "none"  # none, optimizer, all
+    sharding: str = "none"
+    cpu_offload: str = "none"
     activation_checkpointing: bool = False
     wrap_above: int = WRAP_ABOVE
     wrap_classes: tuple[str, ...] = ()  # of modules; sharded whatever their size
@@ -98,9 +98,9 @@ def setup_of(platform: Platform, accelerate_config: Mapping[str, Any]) -> Setup:
         num_machines=platform.hardware.num_machines,
         precision=training.precision,
         backend=training.backend,
-        sharding=getattr(training, "sharding", None) or "",
-        cpu_offload=getattr(training, "cpu_offload", None) or "none",
-        activation_checkpointing=bool(fsdp.get("fsdp_activation_checkpointing")),
+        sharding=training.sharding,
+        cpu_offload=training.cpu_offload,
+        activation_checkpointing=training.activation_checkpointing,
         wrap_above=int(fsdp.get("fsdp_min_num_params") or WRAP_ABOVE),
         wrap_classes=tuple(name.strip() for name in classes.split(",") if name.strip()),
     )
@@ -427,13 +427,14 @@ def _fsdp(step: Step, setup: Setup) -> Estimate:
     gathered = step.root + sum(step.units[:2])
     if setup.sharding == "grad-op":
         gathered = step.parameters
-    reduced = max((*step.units[:1], step.root), default=0)  # as one block on its way
+    # The gradients of one unit are made while those of another are on their way.
+    reduced = max(sum(step.units[:2]), step.root)
     communication = setup.itemsize * (gathered + reduced)
     if setup.cpu_offload == "all":
         host = (weights + optimizer + gradients + update) * setup.num_gpus
         activations = step.passes
         return Estimate(step.buffers, 0, 0, activations, communication, 0, host)
-    activations = _peak(step, gradients, update)
+    activations = _peak(step, gradients, update - communication)  # all sharded again by then
     weights += step.buffers
     return Estimate(weights, optimizer, gradients, activations, communication, 0)
 

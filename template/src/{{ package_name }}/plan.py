@@ -139,13 +139,15 @@ def _head(config: TrainConfig, setup: Setup, step: Step) -> str:
     where = f"{setup.num_gpus} GPU(s)" if setup.num_gpus else "the CPU"
     if setup.num_machines > 1:
         where += f" x {setup.num_machines} machines"
-    how = [setup.backend, setup.sharding, setup.precision]
+    how = [setup.backend, setup.precision]
+    if setup.sharding != "none":
+        how.insert(1, setup.sharding)
     if setup.cpu_offload != "none":
         how.append(f"offload {setup.cpu_offload}")
     if setup.activation_checkpointing:
         how.append("activation checkpointing")
     return (
-        f"run {config.run_name!r} on {where}, {' '.join(filter(None, how))}: "
+        f"run {config.run_name!r} on {where}, {' '.join(how)}: "
         f"{step.parameters:,} parameters, {step.batch_size} {UNIT} a forward pass"
     )
 
