@@ -52,7 +52,7 @@ CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "non
 FREE = ("configs/", "notebooks/", "src/", "tests/")
 
 TARGETS = {
-    "help", "setup", "doctor", "data", "smoke", "train", "resume", "evaluate", "export", "plot", "profile",
+    "help", "setup", "doctor", "plan", "data", "smoke", "train", "resume", "evaluate", "export", "plot", "profile",
     "logs", "test", "lint", "format", "lock", "update", "clean",
 }  # fmt: skip
 
