@@ -346,7 +346,7 @@ def test_pre_commit(projects: list[Project]):
 
 
 def targets(folder: Path) -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (folder / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (folder / "Makefile").read_text(), re.MULTILINE))
 
 
 def expected_targets(answers: Answers) -> set[str]:
@@ -356,7 +356,7 @@ def expected_targets(answers: Answers) -> set[str]:
     if answers["jupyter"] == "yes":
         wanted.add("jupyter")
     if has_gpu(answers):
-        wanted.add("gpus")
+        wanted |= {"gpus", "gpu-check"}
     if answers["deployment"] == "docker":
         wanted |= {"build", "shell"}
         if answers["image_registry"]:
@@ -371,12 +371,12 @@ def test_make_has_the_targets_that_the_answers_give_a_meaning(projects: list[Pro
         content = (project.folder / "Makefile").read_text()
         found = targets(project.folder)
         assert found == expected_targets(project.answers), project.answers
-        assert set(re.findall(r"^\.PHONY: (\w+)$", content, re.MULTILINE)) == found
+        assert set(re.findall(r"^\.PHONY: ([\w-]+)$", content, re.MULTILINE)) == found
         assert not re.search(r"^ +\S", content, re.MULTILINE), "a recipe that starts with spaces"
         listed = run("make", "--no-print-directory", cwd=project.folder)
         assert {line.split()[1] for line in listed.splitlines()} == found
         for line in listed.splitlines():
-            assert re.fullmatch(r"make [a-z]+ +[A-Z].+", line)
+            assert re.fullmatch(r"make [a-z-]+ +[A-Z].+", line)
 
 
 def test_make_n_of_every_target(projects: list[Project]):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from . import backend
 from .config import TrainConfig
 from .data import Batch, Datasets
 from .errors import UserError
@@ -86,6 +86,12 @@ class Setup:
         if self.sharding in ("zero2", "zero3"):
             return 0 if self.cpu_offload != "none" else 1 / self.num_shards
         return 1
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Whether FSDP shards this module by itself."""
+        if self.wrap_classes:
+            return type(module).__name__ in self.wrap_classes
+        return sum(item.numel() for item in module.parameters()) > self.wrap_above
 
 
 def setup_of(platform: Platform, accelerate_config: Mapping[str, Any]) -> Setup:
@@ -249,9 +255,7 @@ def _run(
         model = build_model(config.model, datasets).train()
         units, root = _units(model, setup)
         if setup.activation_checkpointing:
-            for name in reversed(units):  # inner ones first, as Accelerate does
-                inner = model.get_submodule(name)
-                model.set_submodule(name, checkpoint_wrapper(inner, preserve_rng_state=False))
+            backend.checkpoint_activations(model, setup.is_unit)
         if setup.backend != "ddp":  # the model computes with a copy of the weights in 16 bit
             _convert(model, DTYPES[setup.precision])
             batch = {name: _cast(value, DTYPES[setup.precision]) for name, value in batch.items()}
@@ -330,12 +334,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _units(model: nn.Module, setup: Setup) -> tuple[dict[str, int], int]:
     """Modules that FSDP shards by themselves, with the parameters that are theirs alone."""
 
-    def is_unit(module: nn.Module) -> bool:
-        if setup.wrap_classes:
-            return type(module).__name__ in setup.wrap_classes
-        return sum(item.numel() for item in module.parameters()) > setup.wrap_above
-
-    names = [name for name, module in model.named_modules() if name and is_unit(module)]
+    names = [name for name, module in model.named_modules() if name and setup.is_unit(module)]
     sizes = dict.fromkeys(names, 0)
     root = 0
     for name, parameter in model.named_parameters():

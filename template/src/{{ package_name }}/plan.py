@@ -87,7 +87,7 @@ def main() -> int:
     root, platform = find_root(), load_platform()
     datasets = build_datasets(config.data)
     planner = Planner(config, platform, datasets, memory_in_use())
-    setup = setup_of(platform, _accelerate_config(root))
+    setup = setup_of(platform, read_accelerate_config(root))
     step = planner.step(config, setup)
     found = planner.estimate(config, setup)
     print(_head(config, setup, step))
@@ -105,7 +105,8 @@ def main() -> int:
     return 1
 
 
-def _accelerate_config(root: Path) -> dict[str, object]:
+def read_accelerate_config(root: Path) -> dict[str, object]:
+    """`accelerate_config.yaml` as it stands. Raises: UserError when it cannot be read."""
     path = root / "accelerate_config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
