@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import backend
-from .checkpoint import MANIFEST, step_name
+from .checkpoint import step_name
 from .config import TrainConfig, load_config, per_device_batch_size
 from .data import UNIT, build_datasets
 from .doctor import Line, Status, fail, ok, paint, use_colors, warn
 from .errors import run
+from .export import WEIGHTS
 from .gpu import GIB, visible_gpus
 from .memory import estimate, first_batch, measure, setup_of
 from .plan import read_accelerate_config
@@ -216,21 +217,33 @@ def _training(bench: Bench, run_name: str) -> list[str]:
 
 
 def check_resume(bench: Bench) -> Line:
-    """A run that goes on from its middle ends with the same bits."""
+    """A run that goes on from its middle ends with the same weights, bit for bit."""
     whole, halved = bench.folder / "whole", bench.folder / "halved"
     if not (whole / step_name(STEPS)).is_dir():
         return not_shown("no run to go on with")
     if bench.has_first_machine:
         shutil.copytree(whole / step_name(HALF), halved / step_name(HALF))
-    if problem := bench.launch("train", *_training(bench, "halved")):
+    problem = bench.launch("train", *_training(bench, "halved"))
+    if problem:
         return _broken(problem, bench.folder)
-    same, repeats = state_hashes(halved) == state_hashes(whole), True
+    same, repeats = _weights(bench, "halved") == _weights(bench, "whole"), True
     if not same:  # does anything repeat on this machine?
-        if problem := bench.launch("train", *_training(bench, "again")):
+        problem = bench.launch("train", *_training(bench, "again"))
+        if problem:
             return _broken(problem, bench.folder)
-        repeats = state_hashes(bench.folder / "again") == state_hashes(whole)
+        repeats = _weights(bench, "again") == _weights(bench, "whole")
     bench.facts["resume"] = {"same": same, "repeats": repeats}
     return judge_resume(same, repeats)
+
+
+def _weights(bench: Bench, run_name: str) -> bytes:
+    """A run's last weights, exported: files of checkpoints differ by more than their tensors."""
+    output = bench.folder / run_name / "export"
+    options = ("--run_name", run_name, "--checkpoint", str(STEPS), "--output", str(output))
+    problem = bench.launch("export", *bench.facts["options"], *options)
+    if problem:
+        raise ValueError(f"{run_name} cannot be exported: {problem}")
+    return (output / WEIGHTS).read_bytes()
 
 
 def judge_resume(same: bool, repeats: bool) -> Line:
@@ -247,16 +260,6 @@ def judge_resume(same: bool, repeats: bool) -> Line:
         "kernels of this GPU add in no fixed order: set CUBLAS_WORKSPACE_CONFIG=:4096:8 and call "
         "torch.use_deterministic_algorithms(True) in model.py if bits matter",
     )
-
-
-def state_hashes(run_dir: Path) -> dict[str, str]:
-    """Of the last checkpoint; random states, which each step makes anew, are left out."""
-    manifest = json.loads((run_dir / step_name(STEPS) / MANIFEST).read_text(encoding="utf-8"))
-    return {
-        name: entry["xxh3_128"]
-        for name, entry in manifest["files"].items()
-        if name.startswith("state/") and "random_states" not in name
-    }
 
 
 def check_links(bench: Bench) -> Line:
