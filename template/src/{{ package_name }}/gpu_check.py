@@ -416,7 +416,7 @@ def work(config: TrainConfig, arguments: argparse.Namespace) -> int:
         accelerator, parts.model, parts.optimizer, parts.train_loader
     )
     passes = take_passes(accelerator, config, parts, model, optimizer, loader)
-    figures = {}
+    figures: dict[str, Any] = {}
     for one in PARTS[arguments.part]:
         figures |= one(accelerator, config, passes)
     passes.close()
@@ -482,8 +482,13 @@ def _wait(accelerator: Any) -> None:
 
 
 Measure = Callable[[Any, TrainConfig, Passes], dict[str, Any]]
+# Memory first: the others use some too.
 PARTS: dict[str, tuple[Measure, ...]] = {
-    "measure": (measure_memory, measure_precision, measure_links),  # memory before the others use it
+    "measure": (
+        measure_memory,
+        measure_precision,
+        measure_links,
+    ),  # memory before the others use it
     "speed": (measure_speed,),
 }
 
