@@ -25,11 +25,11 @@ def project(renderer: Renderer, tmp_path: Path) -> Path:
     return renderer.render(answers, tmp_path / "project")
 
 
-def start(project: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
+def start(project: Path, rank: int, port: int, *command: str) -> subprocess.Popen[bytes]:
     machine = {"MACHINE_RANK": str(rank), "MAIN_PROCESS_IP": "127.0.0.1", "MAIN_PROCESS_PORT": str(port)}
     with (project.parent / f"machine-{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            ["./launch.sh", "train", "--config", "configs/smoke.yaml"],
+            command or ["./launch.sh", "train", "--config", "configs/smoke.yaml"],
             cwd=project,
             env=environment() | machine | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -71,3 +71,29 @@ def test_machines_train_stop_and_go_on_together(project: Path) -> None:
         rows = list(csv.DictReader(file))
     assert float([row for row in rows if row["split"] == "eval"][-1]["accuracy"]) >= ACCURACY
     assert "is finished after" in logs(project)[0]
+
+
+def test_a_taken_port_is_one_sentence(project: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert start(project, 0, port).wait(SECONDS) == 1
+    sentence = "set MAIN_PROCESS_PORT to a free one, the same on all machines"
+    text = (project.parent / "machine-0.log").read_text()
+    assert text.splitlines()[-1] == f"error: port {port} is taken on this machine: {sentence}"
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_machine_that_stays_alone_says_so(project: Path, rank: int) -> None:
+    """After 15 minutes, here after two seconds."""
+    port = free_port()
+    command = ["scripts/run.sh", "python", "-m", "my_project.launch", "--config_file", "accelerate_config.yaml"]
+    command += ["--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    command += ["--rdzv_conf", "timeout=2", "--module", "my_project.train"]
+    assert start(project, rank, port, *command).wait(SECONDS) == 1
+    text = (project.parent / f"machine-{rank}.log").read_text()
+    assert text.splitlines()[-1].startswith(f"error: the machines did not meet at 127.0.0.1:{port} (")
+    assert text.splitlines()[-1].endswith("): start all of them, with the same MAIN_PROCESS_IP and MAIN_PROCESS_PORT")
+    assert "Traceback" not in text
