@@ -326,19 +326,28 @@ def loading(accelerator: Accelerator, state: Path) -> Iterator[None]:
 
     Raises: UserError when it holds more than data.
     """
-    backend = backend_of(accelerator)
-    if backend == FSDP:
-        for file in state.rglob(".metadata"):
-            _check_metadata(file)
+    try:
+        with saving(accelerator), data_only(backend_of(accelerator), state):
+            yield
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{state} holds more than data, so it was not loaded: {error}") from error
+
+
+@contextmanager
+def data_only(backend: str, state: Path) -> Iterator[None]:
+    """Context in which torch loads data and nothing else, whatever the caller asks for.
+
+    Raises: UnpicklingError when a file below `state` holds something else.
+    """
+    for file in state.rglob(".metadata"):  # of FSDP; torch unpickles it unasked
+        with file.open("rb") as content:
+            _MetadataReader(content).load()
+    classes = _deepspeed_classes() if backend == DEEPSPEED else []
     before = os.environ.get(FORCE_WEIGHTS_ONLY)
     os.environ[FORCE_WEIGHTS_ONLY] = "1"  # DeepSpeed asks torch for the opposite
     try:
-        with saving(accelerator), torch.serialization.safe_globals(
-            _deepspeed_classes() if backend == DEEPSPEED else []
-        ):
+        with torch.serialization.safe_globals(classes):
             yield
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{state} holds objects that could run code, so it was not loaded") from error
     finally:
         del os.environ[FORCE_WEIGHTS_ONLY]
         if before is not None:
@@ -354,14 +363,8 @@ def _deepspeed_classes() -> list[Any]:
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
-def _check_metadata(file: Path) -> None:
-    """Read the table of contents of a sharded checkpoint, which torch unpickles unasked."""
-    with file.open("rb") as content:
-        _MetadataReader(content).load()
-
-
 class _MetadataReader(pickle.Unpickler):
-    """Knows the few classes that such a table is made of."""
+    """Reads the table of contents of a sharded checkpoint, made of a few known classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
