@@ -70,7 +70,7 @@ class Space:
         order = self.closure(self.needs[name])
         found: list[Answers] = [{}]
         for index, other in enumerate(order):
-            needed = {*self.needs[name], *itertools.chain.from_iterable(self.needs[later] for later in order[index:])}
+            needed = {each for later in [name, *order[index:]] for each in self.needs[later]}
             states = {}
             for context in found:
                 values, default = self.possible(other, context)
@@ -128,10 +128,7 @@ class Space:
         """All answers with these among them, None when they exclude each other; else those that are preferred most."""
         order = self.closure(list(goal))
         order += [name for name in self.names if name not in order]
-        needed = [
-            set(itertools.chain.from_iterable(self.needs[name] for name in order[index:]))
-            for index in range(len(order))
-        ]
+        needed = [{other for name in order[index:] for other in self.needs[name]} for index in range(len(order))]
         hopeless = set()
 
         def step(index: int, given: Answers, context: Answers) -> Answers | None:
