@@ -1,6 +1,7 @@
 """Checkpoints that are complete or absent.
 
     <run>/step-00001000/state/…        model, optimizer, random states of every rank
+                        model.json     names and shapes of the model's weights
                         progress.json  where the run stands
                         MANIFEST.json  size and hash of each file: what makes it complete
     <run>/latest · best                names of two of them
@@ -21,13 +22,16 @@ from typing import Any
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
 
+from . import backend
 from .collective import FailTogether
 from .errors import UserError
 from .logs import logger
 
 MANIFEST = "MANIFEST.json"
 PROGRESS = "progress.json"
+MODEL = "model.json"
 STATE = "state"
 LATEST = "latest"
 BEST = "best"
@@ -50,6 +54,7 @@ class Progress:
     interval_forward_passes: int = 0  # since the last row of metrics.csv
     interval_sums: list[list[float]] = field(default_factory=list)  # loss, metric of each rank
     world_size: int = 1
+    layout: str = ""  # of the state's files; unknown in checkpoints of earlier versions
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -58,15 +63,22 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
+        model: the prepared one.
         run_dir: folder of the run on the checkpoint volume.
         keep_last: newest ones to keep; the best one stays besides.
         keep_every: keep those at multiples of this step too; 0 = none.
     """
 
     def __init__(
-        self, accelerator: Accelerator, run_dir: Path, keep_last: int, keep_every: int
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        run_dir: Path,
+        keep_last: int,
+        keep_every: int,
     ) -> None:
         self.accelerator = accelerator
+        self.model = model
         self.run_dir = run_dir
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -118,7 +130,7 @@ class Checkpoints:
             return None
         folder = Path(found[0])
         progress = read_progress(folder)
-        load_state(self.accelerator, folder)
+        load_state(self.accelerator, self.model, folder)
         self.resumed_from = folder
         if resume != "auto":
             with self._together(f"could not update {self.run_dir}"):
@@ -134,10 +146,14 @@ class Checkpoints:
             if is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 (temporary / STATE).mkdir(parents=True)
+        backend.share_buffers(self.accelerator, self.model)
         with self._together(what):
-            self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
+            with backend.saving(self.accelerator):
+                self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
+        shapes = backend.shapes(self.accelerator, self.model)
         with self._together(what):
             if is_main:
+                _write(temporary / MODEL, json.dumps(shapes, indent=1))
                 _write(temporary / PROGRESS, json.dumps(dataclasses.asdict(progress), indent=1))
         hashes = self._hash_files(temporary, what)
         with self._together(what):
@@ -314,21 +330,42 @@ def read_progress(folder: Path) -> Progress:
     return Progress(**{key: value for key, value in content.items() if key in known})
 
 
-def load_state(accelerator: Accelerator, folder: Path) -> None:
+def load_state(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
     """Load weights and whatever else was prepared. Collective.
 
-    No code is executed: weights are safetensors, the rest is loaded with `weights_only`.
-    Raises: UserError that names the first parameter of another name or shape.
+    No code is executed, whatever the files hold.
+    Raises: UserError when the checkpoint is of another backend or model; it names the first
+        parameter of another name or shape.
     """
+    progress = read_progress(folder)
+    backend.check_layout(accelerator, folder, progress.layout, progress.world_size)
+    _check_shapes(folder, backend.shapes(accelerator, model))
     try:
-        accelerator.load_state(str(folder / STATE))
+        with backend.loading(accelerator, folder / STATE):
+            accelerator.load_state(str(folder / STATE))
     except (RuntimeError, KeyError, ValueError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         detail = lines[1] if len(lines) > 1 else (lines[0] if lines else type(error).__name__)
-        raise UserError(
-            f"{folder} does not fit this model ({detail}): take the model and configuration that "
-            "it was made with, or give another run_name"
-        ) from error
+        raise _misfit(folder, detail) from error
+
+
+def _check_shapes(folder: Path, here: dict[str, list[int]]) -> None:
+    file = folder / MODEL
+    if not file.exists():  # of an earlier version; loading finds out
+        return
+    there = json.loads(file.read_text(encoding="utf-8"))
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise _misfit(
+                folder, f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here"
+            )
+
+
+def _misfit(folder: Path, detail: str) -> UserError:
+    return UserError(
+        f"{folder} does not fit this model ({detail}): take the model and configuration that it "
+        "was made with, or give another run_name"
+    )
 
 
 def _manifest_text(files: dict[str, dict[str, Any]]) -> str:

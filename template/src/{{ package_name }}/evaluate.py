@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import checkpoint
+from . import backend, checkpoint
 from .config import load_config
 from .errors import UserError, run
 from .logs import logger, start_logging
@@ -34,6 +34,7 @@ def evaluate(
     totals: torch.Tensor | None = None
     names: list[str] = []
     count = 0
+    backend.share_buffers(accelerator, model)
     model.eval()
     for batch in loader:
         if preemption is not None and preemption.agreed():
@@ -60,8 +61,10 @@ def main() -> int:
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)
-    model, _, loader = accelerator.prepare(parts.model, parts.optimizer, parts.eval_loader)
-    checkpoint.load_state(accelerator, folder)
+    model, _, loader = backend.prepare(
+        accelerator, parts.model, parts.optimizer, parts.eval_loader
+    )
+    checkpoint.load_state(accelerator, model, folder)
     metrics = evaluate(accelerator, model, loader)
     logger.info(
         f"{folder}: " + ", ".join(f"test {name} {value:.4f}" for name, value in metrics.items())

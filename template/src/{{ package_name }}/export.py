@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import clean_state_dict_for_safetensors
+from safetensors.torch import save_file
 from torch import nn
 
-from . import checkpoint
+from . import backend, checkpoint
 from .collective import FailTogether
 from .config import load_config, to_dict
 from .errors import run
@@ -29,8 +31,10 @@ def main() -> int:
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)
-    model, _, _ = accelerator.prepare(parts.model, parts.optimizer, parts.train_loader)
-    checkpoint.load_state(accelerator, source)
+    model, _, _ = backend.prepare(
+        accelerator, parts.model, parts.optimizer, parts.train_loader
+    )
+    checkpoint.load_state(accelerator, model, source)
     progress = checkpoint.read_progress(source)
     facts = {
         "checkpoint": source.name,
@@ -54,8 +58,11 @@ def export(accelerator: Accelerator, model: nn.Module, output: Path, facts: dict
     """
     temporary = output.with_name(f".{output.name}.tmp")
     with FailTogether(accelerator, f"could not export to {output}"):
-        accelerator.save_model(model, str(temporary), max_shard_size="1000GB")
+        weights = backend.full_weights(accelerator, model)
         if accelerator.is_main_process:
+            temporary.mkdir(parents=True, exist_ok=True)
+            shared_once = clean_state_dict_for_safetensors(weights)
+            save_file(shared_once, temporary / WEIGHTS, metadata={"format": "pt"})
             (temporary / "facts.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
             output.mkdir(parents=True, exist_ok=True)
             for file in temporary.iterdir():

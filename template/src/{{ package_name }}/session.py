@@ -10,12 +10,14 @@ from accelerate import Accelerator
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     set_seed,
 )
 from torch import nn
 from torch.utils.data import DataLoader
 
+from . import backend
 from .collective import FailTogether
 from .config import TrainConfig, per_device_batch_size
 from .data import Datasets, build_datasets
@@ -30,10 +32,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass
 class Parts:
-    """What `accelerator.prepare` takes, and the sampler that positions the training loader."""
+    """What `backend.prepare` takes, and the sampler that positions the training loader."""
 
     datasets: Datasets
     model: nn.Module
+    num_parameters: int
     optimizer: torch.optim.Optimizer
     train_loader: DataLoader[Any]
     eval_loader: DataLoader[Any]
@@ -46,12 +49,14 @@ def start_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
     Raises: UserError when the processes do not see each other.
     """
     accelerator = Accelerator(
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        # As a plugin: the launcher's environment would win over a plain number.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(config.gradient_accumulation_steps),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=config.find_unused_parameters),
-            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, backend=backend.communication()),
         ],
+        deepspeed_plugin=backend.deepspeed_plugin(),
         **options,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -66,6 +71,7 @@ def start_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
 def build_parts(accelerator: Accelerator, config: TrainConfig) -> Parts:
     """Data, model and optimizer, not yet prepared; the same weights on each rank."""
     batch_size = per_device_batch_size(config, accelerator.num_processes)
+    backend.hand_over(accelerator, config, batch_size)
     datasets = build_datasets_in_turn(accelerator, config)
     train_loader, eval_loader, sampler = build_loaders(
         datasets, batch_size, config.global_batch_size, config.seed, config.num_workers
@@ -77,7 +83,8 @@ def build_parts(accelerator: Accelerator, config: TrainConfig) -> Parts:
     if config.compile:
         model.compile(backend=config.compile_backend)  # in place, so no name of a weight changes
     optimizer = build_optimizer(model, config)
-    return Parts(datasets, model, optimizer, train_loader, eval_loader, sampler)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Parts(datasets, model, num_parameters, optimizer, train_loader, eval_loader, sampler)
 
 
 def build_datasets_in_turn(accelerator: Accelerator, config: TrainConfig) -> Datasets:

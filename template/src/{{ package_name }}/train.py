@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from . import gpu
+from . import backend, gpu
 from .checkpoint import Checkpoints, Progress, step_name
 from .config import TrainConfig, load_config, to_dict
 from .data import UNIT, Datasets
@@ -48,6 +48,7 @@ class Run:
     config: TrainConfig
     accelerator: Accelerator
     model: nn.Module
+    num_parameters: int
     optimizer: torch.optim.Optimizer
     train_loader: DataLoader[Any]
     eval_loader: DataLoader[Any]
@@ -108,10 +109,12 @@ def set_up(
 ) -> Run:
     """Build, prepare, restore. Collective."""
     parts = build_parts(accelerator, config)
-    model, optimizer, train_loader, eval_loader = accelerator.prepare(
-        parts.model, parts.optimizer, parts.train_loader, parts.eval_loader
+    model, optimizer, train_loader, eval_loader = backend.prepare(
+        accelerator, parts.model, parts.optimizer, parts.train_loader, parts.eval_loader
     )
-    checkpoints = Checkpoints(accelerator, config.run_dir, config.keep_last, config.keep_every)
+    checkpoints = Checkpoints(
+        accelerator, model, config.run_dir, config.keep_last, config.keep_every
+    )
     restored = checkpoints.restore(resume)
     progress = restored or Progress()
     if restored is not None:
@@ -119,6 +122,7 @@ def set_up(
     # With another batch size the epoch may be shorter than when it was saved.
     progress.position = min(progress.position, parts.sampler.samples_per_epoch)
     progress.world_size = accelerator.num_processes
+    progress.layout = backend.layout(accelerator)
     progress.config = to_dict(config)
     progress.versions = {name: version(name) for name in ("torch", "accelerate")}
 
@@ -134,6 +138,7 @@ def set_up(
         config=config,
         accelerator=accelerator,
         model=model,
+        num_parameters=parts.num_parameters,
         optimizer=optimizer,
         train_loader=train_loader,
         eval_loader=eval_loader,
@@ -207,12 +212,12 @@ def train_epoch(current: Run, bar: "tqdm[Any]") -> None:
             seed_step(config.seed, accelerator.process_index, progress.step, forward_passes)
             if current.datasets.augment is not None:
                 batch = current.datasets.augment(batch)
+            learning_rate = learning_rate_at(progress.step, current.total_steps, config)
+            set_learning_rate(current.optimizer, learning_rate)
             outputs = current.model(**batch)
-            accelerator.backward(outputs["loss"])
+            accelerator.backward(outputs["loss"])  # DeepSpeed takes the step in here
             if accelerator.sync_gradients:
-                grad_norm = clip_gradients(current)
-                learning_rate = learning_rate_at(progress.step, current.total_steps, config)
-                set_learning_rate(current.optimizer, learning_rate)
+                grad_norm = backend.clip_gradients(accelerator, current.model, config.max_grad_norm)
             current.optimizer.step()
             current.optimizer.zero_grad()
         current.interval.add(outputs)
@@ -244,15 +249,6 @@ def train_epoch(current: Run, bar: "tqdm[Any]") -> None:
     current.interval.stop_clock()
 
 
-def clip_gradients(current: Run) -> torch.Tensor | None:
-    """Clip to `max_grad_norm`. Returns the norm before, on the device."""
-    limit = current.config.max_grad_norm
-    if limit == 0:
-        return None
-    norm: torch.Tensor = current.accelerator.clip_grad_norm_(current.model.parameters(), limit)
-    return norm
-
-
 class Interval:
     """Sums between two rows of figures, kept on the device so that no step waits for them."""
 
@@ -281,7 +277,7 @@ class Interval:
             self.clock = None
 
 
-def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | None) -> None:
+def log_interval(current: Run, learning_rate: float, grad_norm: Any) -> None:
     """Write one row of figures: means over all ranks since the last row. Collective."""
     accelerator, progress, interval = current.accelerator, current.progress, current.interval
     means = accelerator.reduce(interval.sums / interval.forward_passes, reduction="mean")
@@ -299,7 +295,7 @@ def log_interval(current: Run, learning_rate: float, grad_norm: torch.Tensor | N
         METRIC: metric,
         "loss": loss,  # last, since the metric may be the loss
         "learning_rate": learning_rate,
-        "grad_norm": None if grad_norm is None else float(grad_norm),
+        "grad_norm": backend.norm_value(grad_norm),
         "samples_per_second": samples / interval.seconds,
         "gpu_memory_gb": gpu.gpu_memory_gb(accelerator.device),
         "gpu_utilization": gpu.gpu_utilization(accelerator.device),
@@ -398,20 +394,16 @@ def announce_resume(progress: Progress, config: TrainConfig, accelerator: Accele
 def describe(current: Run, platform: Platform) -> None:
     """Say what is about to run, in the words of the configuration."""
     config, accelerator = current.config, current.accelerator
-    parameters = sum(parameter.numel() for parameter in current.model.parameters())
-    effective = accelerator.mixed_precision
-    if effective == "fp16" and accelerator.device.type == "cpu":
-        effective = "no"
     logger.info(
         f"run {config.run_name!r}: {current.sampler.num_samples:,} {UNIT}, "
-        f"{parameters:,} parameters, "
+        f"{current.num_parameters:,} parameters, "
         f"{current.total_steps} steps of {config.global_batch_size} {UNIT}"
     )
     logger.info(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
-        f"{accelerator.distributed_type.value}, precision requested: "
+        f"{backend.layout(accelerator)}, precision requested: "
         f"{platform.mixed_precision}, launched: {accelerator.mixed_precision}, "
-        f"effective: {effective}"
+        f"effective: {backend.effective_precision(accelerator, current.model)}"
     )
 
 
