@@ -4,6 +4,7 @@
 answers occurs. Both only hold answers to questions that are asked, ready for --data.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ class Space:
         self.names = list(renderer.questions)
         self.needs = {name: self._needs(name) for name in self.names}
         self._cache: dict[tuple[str, tuple[Any, ...]], tuple[Answers, list[Any], Any]] = {}
+        self.values = functools.lru_cache(maxsize=None)(self._values)
 
     def _needs(self, name: str) -> list[str]:
         """The questions whose answers decide whether and how this one can be answered."""
@@ -58,7 +60,7 @@ class Space:
                 sources += source.values() if isinstance(source, dict) else source
         return [other for other in self.names if other in variables and other != name]
 
-    def values(self, name: str) -> list[Any]:
+    def _values(self, name: str) -> list[Any]:
         """All answers that are possible at all."""
         if not self.renderer.questions[name].get("choices"):
             return VALUES[name]
