@@ -99,7 +99,7 @@ CAPABILITY = {
     "a100-80gb": 8.0, "l4": 8.9, "l40s": 8.9, "h100": 9.0, "h200": 9.0, "b200": 10.0, "gb200": 10.0,
     "rtx-pro-6000": 12.0, "other": 8.0, "none": 0.0,
 }  # fmt: skip
-SHARDING = {
+SHARDING: dict[str, list[str | None]] = {
     "ddp": [None],
     "fsdp": ["full", "grad-op", "hybrid"],
     "deepspeed": ["zero1", "zero2", "zero3"],
@@ -125,8 +125,9 @@ def makes_sense(
 
 def test_exactly_the_combinations_that_make_sense(renderer: Renderer, machines: list[Variant]) -> None:
     wanted = set()
-    for gpu, num_gpus, num_machines, precision, deployment in itertools.product(
-        CAPABILITY, VALUES["num_gpus"], VALUES["num_machines"], ("bf16", "fp16", "fp8", "fp32"), ("docker", "local")
+    counts = itertools.product(VALUES["num_gpus"], VALUES["num_machines"])
+    for (num_gpus, num_machines), gpu, precision, deployment in itertools.product(
+        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local")
     ):
         for backend, shardings in SHARDING.items():
             for sharding in shardings:

@@ -124,7 +124,7 @@ class Renderer:
             settings = dict(context["_copier_conf"])
 
             def same_context() -> Answers:
-                return context | {"_copier_conf": dict(settings)}  # Copier writes into it
+                return {**context, "_copier_conf": dict(settings)}  # Copier writes into it
 
             worker.__dict__["_render_context"] = same_context
             for source, fixed in self._sources.items():

@@ -4,6 +4,7 @@
 answers occurs. Both only hold answers to questions that are asked, ready for --data.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ class Space:
         self.names = list(renderer.questions)
         self.needs = {name: self._needs(name) for name in self.names}
         self._cache: dict[tuple[str, tuple[Any, ...]], tuple[Answers, list[Any], Any]] = {}
+        self.values = functools.lru_cache(maxsize=None)(self._values)
 
     def _needs(self, name: str) -> list[str]:
         """The questions whose answers decide whether and how this one can be answered."""
@@ -58,7 +60,7 @@ class Space:
                 sources += source.values() if isinstance(source, dict) else source
         return [other for other in self.names if other in variables and other != name]
 
-    def values(self, name: str) -> list[Any]:
+    def _values(self, name: str) -> list[Any]:
         """All answers that are possible at all."""
         if not self.renderer.questions[name].get("choices"):
             return VALUES[name]
@@ -70,7 +72,7 @@ class Space:
         order = self.closure(self.needs[name])
         found: list[Answers] = [{}]
         for index, other in enumerate(order):
-            needed = {*self.needs[name], *itertools.chain.from_iterable(self.needs[later] for later in order[index:])}
+            needed = {each for later in [name, *order[index:]] for each in self.needs[later]}
             states = {}
             for context in found:
                 values, default = self.possible(other, context)
@@ -128,10 +130,7 @@ class Space:
         """All answers with these among them, None when they exclude each other; else those that are preferred most."""
         order = self.closure(list(goal))
         order += [name for name in self.names if name not in order]
-        needed = [
-            set(itertools.chain.from_iterable(self.needs[name] for name in order[index:]))
-            for index in range(len(order))
-        ]
+        needed = [{other for name in order[index:] for other in self.needs[name]} for index in range(len(order))]
         hopeless = set()
 
         def step(index: int, given: Answers, context: Answers) -> Answers | None:
