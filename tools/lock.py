@@ -109,10 +109,11 @@ def _users(marker: str | None) -> list[Machine]:
 
 
 def hashes(package: dict[str, Any], machines: list[Machine]) -> list[str]:
-    """The files of a package in uv's pylock.toml that these machines may install: wheels, the source where none fits."""
-    wheels = [
-        (parse_wheel_filename(unquote(wheel["url"].rpartition("/")[2]))[3], wheel) for wheel in package.get("wheels", [])
-    ]
+    """What these machines may install of a package in uv's pylock.toml: wheels, and the source where none fits."""
+    wheels = []
+    for wheel in package.get("wheels", []):
+        name = unquote(wheel["url"].rpartition("/")[2])
+        wheels.append((parse_wheel_filename(name)[3], wheel))
     kept = [wheel for tags, wheel in wheels if any(tags & machine.tags for machine in machines)]
     if not all(any(tags & machine.tags for tags, _ in wheels) for machine in machines):
         if "sdist" not in package:
