@@ -537,7 +537,8 @@ def test_launch_of_several_machines(several: Path, change: Answers, rank: str, a
     output = run(several / "launch.sh", "train", "-x", code=75, env=CLEAN | MACHINE | change).splitlines()
     machine = ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
     launch = ["-m", "my_project.launch", "--config_file", "accelerate_config.yaml", *machine]
-    assert output[1 : len(launch) + 4] == [*launch, "--module", "my_project.train", "-x"]
+    assert output[0] == f"machine {rank} of 0 to 11, waiting for the others at {address}:{port}"
+    assert output[2 : len(launch) + 5] == [*launch, "--module", "my_project.train", "-x"]
 
 
 def test_launch_on_the_cpu_needs_one_machine_only(several: Path):

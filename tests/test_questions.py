@@ -400,7 +400,28 @@ def test_an_organisations_settings_are_defaults(
     assert files(tmp_path / "project") == files(renderer.render(seen, tmp_path / "expected"))
 
 
-def test_an_answer_can_be_changed_later(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+OLDER_V100 = {"gpu": "v100", "num_gpus": 1, "deployment": "local", "precision": "fp16", "torch_stack": "2.8.0-cuda12.8"}
+HYBRID = {"num_machines": 2, "backend": "fsdp", "sharding": "hybrid", "activation_checkpointing": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "fresh"),
+    [
+        ({}, OLDER_V100, OLDER_V100),
+        # What the new answers rule out, or no longer ask, takes its default and leaves nothing behind.
+        ({"backend": "deepspeed", "sharding": "zero3", "cpu_offload": "all"}, {"backend": "ddp"}, {}),
+        (
+            HYBRID,
+            {"num_machines": 1, "backend": "deepspeed"},
+            {"backend": "deepspeed", "checkpoint_volume": "/mnt/checkpoints"},
+        ),
+        ({}, {"num_machines": 2}, {"num_machines": 2, "checkpoint_volume": "/mnt/checkpoints"}),
+    ],
+    ids=["machine", "backend", "machines-and-backend", "more-machines"],
+)
+def test_an_answer_can_be_changed_later(
+    first: Answers, change: Answers, fresh: Answers, template: Path, renderer: Renderer, tmp_path: Path
+) -> None:
     """The guards know the answers file of an update: its `_commit`, and questions that are no longer asked."""
     source, project = tmp_path / "template", tmp_path / "project"
     shutil.copytree(template, source)
@@ -410,13 +431,14 @@ def test_an_answer_can_be_changed_later(template: Path, renderer: Renderer, tmp_
 
     for command in (["init"], ["add", "--all"], ["commit", "--message=Template"], ["tag", "v1.0.0"]):
         git(source, *command)
-    assert run_copier("copy", "--defaults", source, project).returncode == 0
+    assert run_copier("copy", "--defaults", *data_arguments(first), source, project).returncode == 0
     for command in (["init"], ["add", "--all"], ["commit", "--message=Project"]):
         git(project, *command)
-    change = {"gpu": "v100", "num_gpus": 1, "deployment": "local", "precision": "fp16", "torch_stack": "2.8.0-cuda12.8"}
     result = run_copier("update", "--defaults", "--vcs-ref", ":current:", *data_arguments(change), project)
     assert result.returncode == 0, result.stderr
-    expected = files(renderer.render(change, tmp_path / "fresh"))
+    answers = load_yaml(project / ".copier-answers.yml")
+    assert {name: value for name, value in answers.items() if not name.startswith("_")} == renderer.answer(fresh)
+    expected = files(renderer.render(fresh, tmp_path / "fresh"))
     updated = {name: file for name, file in files(project).items() if not name.startswith(".git/")}
     del expected[".copier-answers.yml"], updated[".copier-answers.yml"]  # it names where it came from
     assert updated == expected

@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import backend
-from .checkpoint import MANIFEST, step_name
+from .checkpoint import step_name
 from .config import TrainConfig, load_config, per_device_batch_size
 from .data import UNIT, build_datasets
 from .doctor import Line, Status, fail, ok, paint, use_colors, warn
 from .errors import run
+from .export import WEIGHTS
 from .gpu import GIB, visible_gpus
 from .memory import estimate, first_batch, measure, setup_of
 from .plan import read_accelerate_config
@@ -62,6 +63,11 @@ class Bench:
     folder: Path
     cpu: bool
     facts: dict[str, Any] = field(default_factory=dict)  # ends up in the summary
+
+    @property
+    def precision(self) -> str:
+        """What accelerate_config.yaml, or its CPU twin, has the processes compute with."""
+        return "fp32" if self.cpu else self.platform.training.precision
 
     @property
     def has_first_machine(self) -> bool:
@@ -160,20 +166,22 @@ def not_shown(found: str) -> Line:
     return Line(Status.SKIP, f"not shown: {found}")
 
 
+NOT_MEASURED = not_shown("the processes ended before, see precision")
+
+
 # --- The checks, in the process that starts the parts ---
 
 
 def check_precision(bench: Bench) -> Line:
     """The products of matrices are made in the number format that the answers ask for."""
-    facts = bench.facts["precision"] = bench.part("precision", *bench.facts["options"])
-    wanted = bench.platform.training.precision
-    return judge_precision(facts, wanted, bench.cpu, bench.folder)
-
-
-def judge_precision(facts: Mapping[str, Any], wanted: str, cpu: bool, folder: Path) -> Line:
-    """`products` counts matrix products by their number format."""
+    facts = bench.facts["measured"] = bench.part("measure", *bench.facts["options"])
     if "problem" in facts:
-        return _broken(facts["problem"], folder)
+        return _broken(facts["problem"], bench.folder)
+    return judge_precision(facts, bench.platform.training.precision, bench.cpu)
+
+
+def judge_precision(facts: Mapping[str, Any], wanted: str, cpu: bool) -> Line:
+    """`products` counts matrix products by their number format."""
     products: Mapping[str, int] = facts["products"]
     found = ", ".join(f"{count} in {name}" for name, count in products.items()) or "none"
     if cpu:
@@ -216,21 +224,33 @@ def _training(bench: Bench, run_name: str) -> list[str]:
 
 
 def check_resume(bench: Bench) -> Line:
-    """A run that goes on from its middle ends with the same bits."""
+    """A run that goes on from its middle ends with the same weights, bit for bit."""
     whole, halved = bench.folder / "whole", bench.folder / "halved"
     if not (whole / step_name(STEPS)).is_dir():
         return not_shown("no run to go on with")
     if bench.has_first_machine:
         shutil.copytree(whole / step_name(HALF), halved / step_name(HALF))
-    if problem := bench.launch("train", *_training(bench, "halved")):
+    problem = bench.launch("train", *_training(bench, "halved"))
+    if problem:
         return _broken(problem, bench.folder)
-    same, repeats = state_hashes(halved) == state_hashes(whole), True
+    same, repeats = _weights(bench, "halved") == _weights(bench, "whole"), True
     if not same:  # does anything repeat on this machine?
-        if problem := bench.launch("train", *_training(bench, "again")):
+        problem = bench.launch("train", *_training(bench, "again"))
+        if problem:
             return _broken(problem, bench.folder)
-        repeats = state_hashes(bench.folder / "again") == state_hashes(whole)
+        repeats = _weights(bench, "again") == _weights(bench, "whole")
     bench.facts["resume"] = {"same": same, "repeats": repeats}
     return judge_resume(same, repeats)
+
+
+def _weights(bench: Bench, run_name: str) -> bytes:
+    """A run's last weights, exported: files of checkpoints differ by more than their tensors."""
+    output = bench.folder / run_name / "export"
+    options = ("--run_name", run_name, "--checkpoint", str(STEPS), "--output", str(output))
+    problem = bench.launch("export", *bench.facts["options"], *options)
+    if problem:
+        raise ValueError(f"{run_name} cannot be exported: {problem}")
+    return (output / WEIGHTS).read_bytes()
 
 
 def judge_resume(same: bool, repeats: bool) -> Line:
@@ -249,22 +269,10 @@ def judge_resume(same: bool, repeats: bool) -> Line:
     )
 
 
-def state_hashes(run_dir: Path) -> dict[str, str]:
-    """Of the last checkpoint; random states, which each step makes anew, are left out."""
-    manifest = json.loads((run_dir / step_name(STEPS) / MANIFEST).read_text(encoding="utf-8"))
-    return {
-        name: entry["xxh3_128"]
-        for name, entry in manifest["files"].items()
-        if name.startswith("state/") and "random_states" not in name
-    }
-
-
 def check_links(bench: Bench) -> Line:
     """How fast the processes sum a large tensor."""
-    facts = bench.facts["all-reduce"] = bench.part("links", *bench.facts["options"])
-    if "problem" in facts:
-        return _broken(facts["problem"], bench.folder)
-    return judge_links(facts)
+    facts = bench.facts["measured"]
+    return NOT_MEASURED if "problem" in facts else judge_links(facts)
 
 
 def judge_links(facts: Mapping[str, Any]) -> Line:
@@ -282,10 +290,9 @@ def judge_links(facts: Mapping[str, Any]) -> Line:
 
 def check_memory(bench: Bench) -> Line:
     """What a GPU held at most, against `make plan`."""
-    facts = bench.part("memory", *bench.facts["options"])
-    bench.facts["memory"] = facts
+    facts = bench.facts["measured"]
     if "problem" in facts:
-        return _broken(facts["problem"], bench.folder)
+        return NOT_MEASURED
     setup = setup_of(bench.platform, read_accelerate_config(bench.root))
     datasets = build_datasets(bench.config.data)
     size = per_device_batch_size(bench.config, setup.num_processes)
@@ -310,15 +317,14 @@ def judge_memory(planned: float, allocated: float | None, reserved: float | None
 
 def check_speed(bench: Bench) -> Line:
     """The chosen precision against fp32 and TF32."""
-    chosen = bench.platform.training.precision
-    asked = dict.fromkeys(("fp32", "tf32", chosen))
+    asked = dict.fromkeys(("fp32",) if bench.cpu else ("fp32", "tf32", bench.precision))
     speeds = {name: _speed(bench, "--precision", name) for name in asked}
     bench.facts["speed"] = speeds
     for figures in speeds.values():
         if "problem" in figures:
             return _broken(figures["problem"], bench.folder)
     rates = {name: figures["samples_per_second"] for name, figures in speeds.items()}
-    return judge_speed(rates, chosen, bench.cpu)
+    return judge_speed(rates, bench.precision, bench.cpu)
 
 
 def judge_speed(rates: Mapping[str, float], chosen: str, cpu: bool) -> Line:
@@ -333,11 +339,10 @@ def judge_speed(rates: Mapping[str, float], chosen: str, cpu: bool) -> Line:
 
 def check_compile(bench: Bench) -> Line:
     """The chosen precision with torch.compile."""
-    chosen = bench.platform.training.precision
-    backend = ["--compile_backend", "eager"] if bench.cpu else []
-    options = ["--precision", chosen, "--compile", "true", *backend]
+    how = ["--compile_backend", "eager"] if bench.cpu else []
+    options = ["--precision", bench.precision, "--compile", "true", *how]
     figures = bench.facts["compile"] = _speed(bench, *options)
-    before = bench.facts.get("speed", {}).get(chosen, {}).get("samples_per_second")
+    before = bench.facts["speed"][bench.precision].get("samples_per_second")
     return judge_compile(figures, before, bench.cpu)
 
 
@@ -411,7 +416,9 @@ def work(config: TrainConfig, arguments: argparse.Namespace) -> int:
         accelerator, parts.model, parts.optimizer, parts.train_loader
     )
     passes = take_passes(accelerator, config, parts, model, optimizer, loader)
-    figures = PARTS[arguments.part](accelerator, config, passes)
+    figures: dict[str, Any] = {}
+    for one in PARTS[arguments.part]:
+        figures |= one(accelerator, config, passes)
     passes.close()
     figures |= {"num_processes": accelerator.num_processes, "device": accelerator.device.type}
     if accelerator.is_main_process:
@@ -420,14 +427,14 @@ def work(config: TrainConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_precision(accelerator: Any, config: TrainConfig, passes: Passes) -> Any:
+def measure_precision(accelerator: Any, config: TrainConfig, passes: Passes) -> dict[str, Any]:
     """Which products one forward and backward pass makes."""
     with Products() as products:
         next(passes)
     return {"products": products.counts, "tf32": torch.backends.cuda.matmul.allow_tf32}
 
 
-def measure_links(accelerator: Any, config: TrainConfig, passes: Passes) -> Any:
+def measure_links(accelerator: Any, config: TrainConfig, passes: Passes) -> dict[str, Any]:
     """Bus bandwidth of an all-reduce."""
     count = accelerator.num_processes
     backend = torch.distributed.get_backend() if count > 1 else "none"
@@ -444,7 +451,7 @@ def measure_links(accelerator: Any, config: TrainConfig, passes: Passes) -> Any:
     return {"gb_per_second": 2 * (count - 1) / count * BYTES / seconds / 1e9, "backend": backend}
 
 
-def measure_memory(accelerator: Any, config: TrainConfig, passes: Passes) -> Any:
+def measure_memory(accelerator: Any, config: TrainConfig, passes: Passes) -> dict[str, Any]:
     """Most bytes of a GPU in use during training; the first step makes the optimizer's state."""
     for _ in range(3 * config.gradient_accumulation_steps):
         next(passes)
@@ -455,7 +462,7 @@ def measure_memory(accelerator: Any, config: TrainConfig, passes: Passes) -> Any
     return dict(zip(("allocated", "reserved"), peaks.tolist(), strict=True))
 
 
-def measure_speed(accelerator: Any, config: TrainConfig, passes: Passes) -> Any:
+def measure_speed(accelerator: Any, config: TrainConfig, passes: Passes) -> dict[str, Any]:
     """Samples per second over all processes."""
     for _ in range(WARMUP * config.gradient_accumulation_steps):
         next(passes)
@@ -474,11 +481,15 @@ def _wait(accelerator: Any) -> None:
     accelerator.wait_for_everyone()
 
 
-PARTS: dict[str, Callable[[Any, TrainConfig, Passes], Any]] = {
-    "precision": measure_precision,
-    "links": measure_links,
-    "memory": measure_memory,
-    "speed": measure_speed,
+Measure = Callable[[Any, TrainConfig, Passes], dict[str, Any]]
+# Memory first: the others use some too.
+PARTS: dict[str, tuple[Measure, ...]] = {
+    "measure": (
+        measure_memory,
+        measure_precision,
+        measure_links,
+    ),  # memory before the others use it
+    "speed": (measure_speed,),
 }
 
 if __name__ == "__main__":

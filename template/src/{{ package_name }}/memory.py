@@ -41,7 +41,6 @@ CONTEXT = 600 << 20
 NCCL = 400 << 20
 FRAGMENTATION = 0.05
 
-WRAP_ABOVE = 100_000  # parameters of a module that FSDP shards by itself
 ZERO_BUCKET = 500_000_000  # elements; DeepSpeed's defaults
 ZERO_PREFETCH = 50_000_000
 
@@ -57,8 +56,8 @@ class Setup:
     sharding: str = "none"
     cpu_offload: str = "none"
     activation_checkpointing: bool = False
-    wrap_above: int = WRAP_ABOVE
-    wrap_classes: tuple[str, ...] = ()  # of modules; sharded whatever their size
+    wrap_classes: tuple[str, ...] = ()  # FSDP's units, where the model does not name them itself
+    wrap_above: int = 0  # or modules of more parameters than this
 
     @property
     def num_processes(self) -> int:
@@ -87,11 +86,12 @@ class Setup:
             return 0 if self.cpu_offload != "none" else 1 / self.num_shards
         return 1
 
-    def is_unit(self, module: nn.Module) -> bool:
-        """Whether FSDP shards this module by itself."""
-        if self.wrap_classes:
-            return type(module).__name__ in self.wrap_classes
-        return sum(item.numel() for item in module.parameters()) > self.wrap_above
+    def units(self, model: nn.Module) -> Callable[[nn.Module], bool]:
+        """Which modules FSDP shards by themselves, as Accelerate finds them."""
+        if self.wrap_above:
+            return lambda one: sum(item.numel() for item in one.parameters()) > self.wrap_above
+        names = self.wrap_classes or tuple(getattr(model, "_no_split_modules", None) or ())
+        return lambda one: type(one).__name__ in names
 
 
 def setup_of(platform: Platform, accelerate_config: Mapping[str, Any]) -> Setup:
@@ -107,8 +107,8 @@ def setup_of(platform: Platform, accelerate_config: Mapping[str, Any]) -> Setup:
         sharding=training.sharding,
         cpu_offload=training.cpu_offload,
         activation_checkpointing=training.activation_checkpointing,
-        wrap_above=int(fsdp.get("fsdp_min_num_params") or WRAP_ABOVE),
         wrap_classes=tuple(name.strip() for name in classes.split(",") if name.strip()),
+        wrap_above=int(fsdp.get("fsdp_min_num_params") or 0),
     )
 
 
@@ -255,7 +255,7 @@ def _run(
         model = build_model(config.model, datasets).train()
         units, root = _units(model, setup)
         if setup.activation_checkpointing:
-            backend.checkpoint_activations(model, setup.is_unit)
+            backend.checkpoint_activations(model, setup.units(model))
         if setup.backend != "ddp":  # the model computes with a copy of the weights in 16 bit
             _convert(model, DTYPES[setup.precision])
             batch = {name: _cast(value, DTYPES[setup.precision]) for name, value in batch.items()}
@@ -334,7 +334,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _units(model: nn.Module, setup: Setup) -> tuple[dict[str, int], int]:
     """Modules that FSDP shards by themselves, with the parameters that are theirs alone."""
 
-    names = [name for name, module in model.named_modules() if name and setup.is_unit(module)]
+    is_unit = setup.units(model)
+    names = [name for name, module in model.named_modules() if name and is_unit(module)]
     sizes = dict.fromkeys(names, 0)
     root = 0
     for name, parameter in model.named_parameters():

@@ -6,7 +6,7 @@ arguments and returns the loss to minimise and one value per sample for each met
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,9 @@ class ResNet9(nn.Module):
 
     Takes images of 8x8 pixels and more: uint8 `(B, C, H, W)`, 0 to 255, and int64 labels `(B,)`.
     """
+
+    # FSDP shards these classes one by one, and activation checkpointing computes them again.
+    _no_split_modules: ClassVar = ["ConvBlock"]
 
     mean: Tensor
     std: Tensor

@@ -177,9 +177,14 @@ def print_memory(
 def memory_advice(planner: Planner, config: TrainConfig, setup: Setup) -> Iterator[str]:
     """Changes after which it fits, each tried out; the smallest changes first."""
     found: list[str] = []
+    alone: int | None = None  # forward passes a step that would do without any other change
     for changes, other in (({}, setup), *_other_setups(planner.platform, setup)):
         options = []
         passes = _accumulation(planner, config, other)
+        if not changes:
+            alone = passes
+        elif passes == alone:  # more accumulation is enough
+            continue
         if passes is not None:
             if passes != config.gradient_accumulation_steps:
                 options.append(f"--gradient_accumulation_steps {passes}")
