@@ -146,6 +146,7 @@ def test_a_project_or_a_sentence(
     except (ValueError, TypeError) as refusal:
         event("refused")
         check_refusal(refusal)
+        assert renderer.refusal(chosen) == str(refusal), "refused only after the last question"
         with pytest.raises(type(refusal)):
             renderer.render(chosen, folder / "refused")
         assert not (folder / "refused").exists()

@@ -1,6 +1,5 @@
 """What the questions accept, what they refuse and how, and that nothing is written then."""
 
-import itertools
 import keyword
 import re
 import shutil
@@ -670,34 +669,3 @@ def test_reserved_names(renderer: Renderer) -> None:
     )
     assert own <= set(reserved.python_names)
     assert {"torch", "torchvision", "yaml", "sklearn", "src", "tests"} <= set(reserved.project_names)
-
-
-# -- the rendered lock -------------------------------------------------------------------------------------------------
-
-
-def test_lock_is_up_to_date() -> None:
-    result = subprocess.run(
-        [sys.executable, ROOT / "tools" / "lock.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-
-
-def test_every_locked_package_is_used(renderer: Renderer) -> None:
-    lock = exported(renderer, "lock/groups.jinja")
-    packages = (ROOT / "includes" / "lock" / "packages.txt").read_text()
-    stored = {block.partition("==")[0] for block in packages.split("\n\n")}
-    assert stored == set(itertools.chain.from_iterable(lock.groups.values()))
-    assert not stored & {"torch", "torchvision", "triton"}
-
-
-def test_rendered_lock(renderer: Renderer, tmp_path: Path) -> None:
-    groups = exported(renderer, "lock/groups.jinja").groups
-    for number, answers in enumerate(combinations(renderer, ["tracker", "jupyter"])):
-        text = (renderer.render(answers, tmp_path / str(number)) / "requirements" / "template.txt").read_text()
-        names = re.findall(r"^([a-z0-9][a-z0-9._-]*)==\S+", text, flags=re.MULTILINE)
-        wanted = {*groups["base"], *groups["dev"], *groups.get(answers["tracker"], [])}
-        wanted |= set(groups["jupyter"]) if answers["jupyter"] == "yes" else set()
-        assert names == sorted(wanted)
-        for block in re.split(r"\n(?=[a-z0-9])", text)[1:]:
-            assert "--hash=sha256:" in block, block
-        assert "accelerate==1.15.0 " in text
