@@ -4,8 +4,10 @@
 them. What only one of them needs is imported under that one alone: it takes seconds.
 """
 
+import logging
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -68,7 +70,15 @@ class _DeepSpeedPlugin(DeepSpeedPlugin):
 
 def deepspeed_plugin() -> DeepSpeedPlugin | None:
     """For `Accelerator`: the launcher's settings of DeepSpeed, None for other backends."""
-    return _DeepSpeedPlugin() if launched() == DEEPSPEED else None
+    if launched() != DEEPSPEED:
+        return None
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if not torch.cuda.is_available():  # gloo will do; its own way to communicate would be compiled for a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return _DeepSpeedPlugin()
 
 
 def communication() -> str | None:
