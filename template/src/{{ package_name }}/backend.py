@@ -76,7 +76,8 @@ def deepspeed_plugin() -> DeepSpeedPlugin | None:
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if not torch.cuda.is_available():  # gloo will do; its own way to communicate would be compiled for a minute
+    if not torch.cuda.is_available():
+        # gloo will do; its own way to communicate would be compiled for a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return _DeepSpeedPlugin()
 
@@ -132,7 +133,8 @@ def prepare(
         plugin = accelerator.state.fsdp_plugin
         if plugin.mixed_precision_policy is not None:
             # Losses and metrics stay as precise as the model made them.
-            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+            policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+            plugin.mixed_precision_policy = policy
         if plugin.activation_checkpointing:
             # Accelerate's own way draws other random numbers in the second pass.
             plugin.activation_checkpointing = False
@@ -149,12 +151,12 @@ def prepare(
     return prepared
 
 
-def choose_precision_by_operation(model: nn.Module, autocast: torch.autocast) -> None:
+def choose_precision_by_operation(model: Any, autocast: torch.autocast) -> None:
     """Have a model whose weights get 16 bits compute as DDP does, whose weights have 32."""
-    model.forward = autocast(model.forward)  # type: ignore[method-assign]
+    model.forward = autocast(model.forward)
     for module in model.modules():
         if isinstance(module, _BatchNorm):  # its statistics have 32 bits, so its weights must too
-            module.forward = partial(_with_weights_in_fp32, module, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_with_weights_in_fp32, module, module.forward)
 
 
 def _with_weights_in_fp32(
@@ -201,8 +203,8 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for norm, (norm.momentum, norm.num_batches_tracked) in zip(norms, before, strict=True):
-            pass
+        for norm, (momentum, num_batches_tracked) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, num_batches_tracked
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:

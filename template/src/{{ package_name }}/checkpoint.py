@@ -147,9 +147,8 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
                 (temporary / STATE).mkdir(parents=True)
         backend.share_buffers(self.accelerator, self.model)
-        with self._together(what):
-            with backend.saving(self.accelerator):
-                self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
+        with self._together(what), backend.saving(self.accelerator):
+            self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
         shapes = backend.shapes(self.accelerator, self.model)
         with self._together(what):
             if is_main:
