@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import bootstrap
-from tests.support.render import ROOT, Answers, Renderer
+from tests.support.render import ROOT, Answers, Files, Renderer
 
 # What every project has; the folders are listed by their owners' tests.
 COMMON = {
@@ -62,12 +62,21 @@ class Project(NamedTuple):
     folder: Path
 
 
+def write(contents: Files, folder: Path) -> Path:
+    for name, (content, is_executable) in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        path.chmod(0o755 if is_executable else 0o644)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def projects(renderer: Renderer, variants: list[Answers], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
     root = tmp_path_factory.mktemp("variants")
     defaults = {"image_registry": "", "shm_size": "16gb", "ssh": "no", "num_gpus": 0}
     return [
-        Project(defaults | renderer.answer(given), renderer.render(given, root / f"{number:03}"))
+        Project(defaults | renderer.answer(given), write(renderer.contents(given), root / f"{number:03}"))
         for number, given in enumerate(variants)
     ]
 
@@ -131,6 +140,10 @@ def test_exactly_the_files_that_the_answers_need(projects: list[Project]):
             expected |= DOCKER
         if answers["ssh"] == "yes":
             expected |= {"scripts/sshd.sh"}
+        if has_gpu(answers) and answers["backend"] == "deepspeed":
+            expected |= {"requirements/deepspeed.txt"}
+        seam = folder / "tests" / "fsdp_on_cpu"
+        assert seam.exists() == (has_gpu(answers) and answers["backend"] == "fsdp"), answers
         assert {name for name in found if not name.startswith(FREE)} == expected, answers
         assert f"src/{answers['package_name']}/train.py" in found
 
