@@ -270,7 +270,7 @@ def test_image_tag_says_what_is_inside(renderer: Renderer, default: Path):
     version = tomllib.loads((default / "pyproject.toml").read_text())["project"]["version"]
     tag = f"v{version}-torch{software['torch']}-cuda{software['cuda']}-gpu4-bf16"
     assert f"image: my-project:${{IMAGE_TAG:-{tag}}}" in text
-    deepspeed = renderer.texts({"backend": "deepspeed"}, ["compose.yaml"])["compose.yaml"]
+    deepspeed = renderer.contents({"backend": "deepspeed"})["compose.yaml"][0].decode()
     assert f"image: my-project:${{IMAGE_TAG:-{tag}-deepspeed}}" in deepspeed
 
 

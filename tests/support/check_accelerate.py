@@ -76,7 +76,7 @@ def fsdp() -> dict[str, Any]:
         "reshard_after_forward": plugin.reshard_after_forward,
         "cpu_offload": type(plugin.cpu_offload).__name__,
         "auto_wrap_policy": getattr(plugin.auto_wrap_policy, "__name__", None),
-        "min_num_params": plugin.min_num_params,
+        "classes_to_wrap": plugin.transformer_cls_names_to_wrap,
         "state_dict_type": plugin.state_dict_type.name,
         "activation_checkpointing": plugin.activation_checkpointing,
         "cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,

@@ -86,8 +86,8 @@ def launched(case: Case) -> dict[str, Any]:
             "version": 2,
             "reshard_after_forward": case.sharding != "grad-op",
             "cpu_offload": "CPUOffloadPolicy" if case.cpu_offload == "all" else "OffloadPolicy",
-            "auto_wrap_policy": "size_based_auto_wrap_policy",
-            "min_num_params": 100_000,
+            "auto_wrap_policy": "transformer_auto_wrap_policy",
+            "classes_to_wrap": None,  # the model's own _no_split_modules
             "state_dict_type": "SHARDED_STATE_DICT",
             "activation_checkpointing": case.activation_checkpointing,
             "cpu_ram_efficient_loading": False,

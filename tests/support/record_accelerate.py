@@ -1,6 +1,6 @@
 """Answer the real `accelerate config` at its prompts and keep the files it writes.
 
-    python -m tests.support.record_accelerate /path/to/python-with-accelerate-deepspeed-and-torchao
+    python -m tests.support.record_accelerate /path/to/python-with-accelerate-deepspeed-and-torchao [PART-OF-A-NAME]
 
 The files under tests/recorded/ are what ours must equal. Record them anew when accelerate's pin changes.
 """
@@ -73,7 +73,7 @@ def menus(case: Case) -> dict[str, int]:
         "Where to offload parameters": devices.index(parameters),
         "Which Type of launcher": 1,  # standard: one launcher on each machine
         "What should be your FSDP version": 1,
-        "What should be your auto wrap policy": 1,  # by size
+        "What should be your auto wrap policy": 0,  # by class
         "What should be your FSDP's state dict type": 0,  # sharded
         "Do you wish to use mixed precision": PRECISIONS.index(case.precision),
         "Which FP8 backend": 0,  # torchao
@@ -91,7 +91,7 @@ def texts(case: Case) -> dict[str, Any]:
         "Do you want to use FullyShardedDataParallel": "yes" if case.backend == "fsdp" else "no",
         "resharding after forward": "no" if case.sharding == "grad-op" else "yes",
         "offload parameters and gradients": "yes" if case.cpu_offload == "all" else "no",
-        "minimum number of parameters": 100_000,
+        "Do you want to use the model's `_no_split_modules` to wrap": "yes",
         "CPU RAM efficient model loading": "no",
         "FSDP activation checkpointing": "yes" if case.activation_checkpointing else "no",
         "use the parallelism config": "yes" if case.sharding == "hybrid" else "no",
@@ -131,11 +131,12 @@ def record(python: str, case: Case, output: Path) -> None:
 
 
 def main() -> None:
-    python = sys.argv[1]
+    python, part = sys.argv[1], "".join(sys.argv[2:])
     RECORDED.mkdir(exist_ok=True)
     for case in cases():
-        record(python, case, RECORDED / case.file_name)
-        print(case.file_name, flush=True)
+        if part in case.file_name:
+            record(python, case, RECORDED / case.file_name)
+            print(case.file_name, flush=True)
 
 
 if __name__ == "__main__":

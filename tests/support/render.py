@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -145,13 +145,6 @@ class Renderer:
             worker.__dict__["_render_template"] = render_template
             worker.run_copy()
         return found
-
-    def texts(self, answers: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-        """The content of some files of the project; nothing is written."""
-        with self._worker(answers, self.path / "nowhere") as worker:
-            worker._ask()
-            context = worker._render_context()
-            return {name: self.environment.get_template(f"template/{name}.jinja").render(**context) for name in names}
 
     def answer(self, answers: Mapping[str, Any]) -> Answers:
         """All answers, asked ones only, when the others take their defaults; nothing is written."""
