@@ -6,9 +6,10 @@ learns is shown by its accuracy on test data, that it learns what DDP learns by 
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,14 +21,15 @@ import yaml
 
 import bootstrap
 from tests.support.render import copier_command, data_arguments, export
-from tests.test_smoke import environment, metrics, run
+from tests.test_smoke import metrics, run
 
 ANSWERS = {
     "ddp": {},
     "fsdp": {"backend": "fsdp", "sharding": "full"},
     "deepspeed": {"backend": "deepspeed", "sharding": "zero2"},
 }
-TEXT_EXAMPLE = bootstrap.ROOT / "docs" / "examples" / "text"
+# A model whose results do not depend on how a batch is divided: no normalisation over it. Two layers share weights.
+TEXT = bootstrap.ROOT / "docs" / "examples" / "text"
 
 # Real digits; a model that learns nothing gets 10 %.
 TRAIN = "train --config configs/smoke.yaml --run_name run --epochs 3 --log_every_steps 8"
@@ -100,6 +102,11 @@ def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def change(folder: Path, changes: dict[str, Any]) -> None:
+    file = folder / "accelerate_config.cpu.yaml"
+    file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), changes)))
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Copies the project of a backend, which is rendered and set up on its first use, and changes its configuration."""
@@ -110,12 +117,14 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         if backend not in projects:
             projects[backend] = tmp_path_factory.mktemp(backend) / "project"
             answers = data_arguments(ANSWERS[backend])
-            run(" ".join(copier_command("copy", "--quiet", "--defaults", *answers, template, projects[backend])), template)
+            run(
+                " ".join(copier_command("copy", "--quiet", "--defaults", *answers, template, projects[backend])),
+                template,
+            )
             run("make setup", projects[backend])
         folder = tmp_path_factory.mktemp(f"{backend}-way") / "project"
         shutil.copytree(projects[backend], folder)
-        file = folder / "accelerate_config.cpu.yaml"
-        file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), changes)))
+        change(folder, changes)
         return folder
 
     return make
@@ -159,3 +168,116 @@ def test_learns_what_ddp_learns(trained: Callable[[str], Path], name: str):
         assert float(row["loss"]) == pytest.approx(float(wanted["loss"]), abs=TOLERANCE[precision])
     norms = [float(rows[0]["grad_norm"]) for rows in (found, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE[precision])
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """The exported weights, as lists of numbers by name."""
+    code = (
+        "import json, sys; from safetensors.torch import load_file; weights = load_file(sys.argv[1]); "
+        "print(json.dumps({name: [str(one.dtype), one.double().flatten().tolist()] for name, one in weights.items()}))"
+    )
+    exported = folder / "checkpoints" / "run" / "export" / "model.safetensors"
+    python = bootstrap.TRAINING_VENV / "bin" / "python"
+    return json.loads(subprocess.check_output([python, "-c", code, exported], text=True))
+
+
+def export_latest(folder: Path, config: str = "smoke") -> dict[str, Any]:
+    run(f"./launch.sh --cpu export --checkpoint latest --config configs/{config}.yaml --run_name run", folder)
+    return saved(folder)
+
+
+@pytest.mark.parametrize("name", ["zero2-bf16", "zero3-bf16", "zero3-all-offloaded", "fsdp-bf16", "fsdp-checkpointed"])
+def test_export_is_a_whole_model_in_32_bits(trained: Callable[[str], Path], name: str):
+    expected, found = export_latest(trained("ddp")), export_latest(trained(name))
+    assert {key: (kind, len(values)) for key, (kind, values) in found.items()} == {
+        key: (kind, len(values)) for key, (kind, values) in expected.items()
+    }
+    if name.endswith("bf16"):
+        weights = [value for kind, values in found.values() if kind == "torch.float32" for value in values]
+        assert any(len(struct.pack(">f", one).rstrip(b"\0")) > 2 for one in weights), "more than 16 bits"
+
+
+@pytest.mark.parametrize("name", ["zero3-bf16", "fsdp-bf16"])
+def test_evaluation_of_a_checkpoint_gives_its_scores(trained: Callable[[str], Path], name: str):
+    folder = trained(name)
+    command = "evaluate --checkpoint latest --config configs/smoke.yaml --run_name run"
+    output = run(f"./launch.sh --cpu {command}", folder)
+    [accuracy] = re.findall(r"test accuracy ([\d.]+)", output)
+    assert float(accuracy) == pytest.approx(float(rows(folder, "eval")[-1]["accuracy"]), abs=1e-4)
+
+
+TEXT_RUN = "train --config configs/text.yaml --run_name run --optimizer sgd --learning_rate 0.5 --log_every_steps 1"
+STEPS = 6
+
+
+def learn_text(folder: Path, options: str = "", code: int = 0) -> str:
+    for file in TEXT.glob("*.py"):
+        shutil.copy(file, folder / "src" / "my_project")
+    shutil.copy(TEXT / "smoke.yaml", folder / "configs" / "text.yaml")
+    return run(f"./launch.sh --cpu {TEXT_RUN} --max_steps {STEPS} {options}", folder, code)
+
+
+@pytest.fixture(scope="module")
+def text_by_ddp(make: Make) -> dict[str, Any]:
+    folder = make("ddp", {})
+    learn_text(folder, "--model.dropout 0")
+    return export_latest(folder, "text")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_number_of_processes_changes_nothing(make: Make, text_by_ddp: dict[str, Any], backend: str, processes: int):
+    """Nor do the forward passes that a step is divided into."""
+    folder = make(backend, {"num_processes": processes})
+    learn_text(folder, f"--model.dropout 0 --gradient_accumulation_steps {2 // processes}")
+    found = export_latest(folder, "text")
+    assert found.keys() == text_by_ddp.keys()
+    for name, (kind, values) in found.items():
+        assert kind == text_by_ddp[name][0]
+        assert values == pytest.approx(text_by_ddp[name][1], rel=1e-4, abs=1e-5), name
+
+
+def test_activations_computed_again_are_the_same(make: Make):
+    """Dropout included, and the statistics of the batches are counted once."""
+    losses = []
+    for again in (False, True):
+        folder = make("fsdp", fsdp(activation_checkpointing=again))
+        learn_text(folder, "--model.dropout 0.5")
+        losses.append([row["loss"] for row in rows(folder, "train")])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == STEPS
+
+
+def go_on(folder: Path, code: int) -> str:
+    return run(f"./launch.sh --cpu {TEXT_RUN} --max_steps {2 * STEPS}", folder, code)
+
+
+def test_fsdp_goes_on_with_another_number_of_processes(make: Make):
+    folder = make("fsdp", {})
+    learn_text(folder)
+    change(folder, {"num_processes": 1})
+    assert "saved by 2 processes, now 1" in go_on(folder, 0)
+    assert [int(row["step"]) for row in rows(folder, "train")] == list(range(1, 2 * STEPS + 1))
+    losses = [float(row["loss"]) for row in rows(folder, "train")]
+    assert max(losses[STEPS:]) < min(losses[:STEPS]), losses
+
+
+def test_what_cannot_be_read_is_said(make: Make):
+    folder = make("deepspeed", zero(2))
+    learn_text(folder)
+    change(folder, {"num_processes": 1})
+    sentence = "was saved by 2 processes, and DeepSpeed cannot share it among 1: start 2 again"
+    assert one_error(go_on(folder, 1)).count(sentence) == 1
+    change(folder, {"num_processes": 2, **zero(1)})
+    assert "was saved with DeepSpeed ZeRO 2, which DeepSpeed ZeRO 1 cannot read" in one_error(go_on(folder, 1))
+    other = make("ddp", {})
+    learn_text(other, "--max_steps 1")
+    shutil.rmtree(other / "checkpoints")
+    shutil.copytree(folder / "checkpoints", other / "checkpoints")
+    assert "was saved with DeepSpeed ZeRO 2, which DDP cannot read" in one_error(go_on(other, 1))
+
+
+def one_error(output: str) -> str:
+    assert "Traceback" not in output
+    [error] = [line for line in output.splitlines() if line.startswith("error: ")]
+    return error
