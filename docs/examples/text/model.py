@@ -1,7 +1,7 @@
 """A small GPT that reads bytes."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Predicts each byte from those before it. Embedding and output share their weights."""
+
+    _no_split_modules: ClassVar = ["Block"]
 
     def __init__(self, config: ModelConfig, datasets: Datasets) -> None:
         super().__init__()

@@ -61,9 +61,7 @@ def main() -> int:
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)
-    model, _, loader = backend.prepare(
-        accelerator, parts.model, parts.optimizer, parts.eval_loader
-    )
+    model, _, loader = backend.prepare(accelerator, parts.model, parts.optimizer, parts.eval_loader)
     checkpoint.load_state(accelerator, model, folder)
     metrics = evaluate(accelerator, model, loader)
     logger.info(

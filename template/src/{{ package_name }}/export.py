@@ -31,9 +31,7 @@ def main() -> int:
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)
-    model, _, _ = backend.prepare(
-        accelerator, parts.model, parts.optimizer, parts.train_loader
-    )
+    model, _, _ = backend.prepare(accelerator, parts.model, parts.optimizer, parts.train_loader)
     checkpoint.load_state(accelerator, model, source)
     progress = checkpoint.read_progress(source)
     facts = {
