@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import bootstrap
-from tests.support.render import ROOT, Answers, Renderer
+from tests.support.render import ROOT, Answers, Files, Renderer
 
 TARGETS = {
     "help", "setup", "doctor", "plan", "data", "smoke", "train", "resume", "evaluate", "export", "plot", "profile",
@@ -32,12 +32,21 @@ class Project(NamedTuple):
     folder: Path
 
 
+def write(contents: Files, folder: Path) -> Path:
+    for name, (content, is_executable) in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        path.chmod(0o755 if is_executable else 0o644)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def projects(renderer: Renderer, variants: list[Answers], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
     root = tmp_path_factory.mktemp("variants")
     defaults = {"image_registry": "", "shm_size": "16gb", "ssh": "no", "num_gpus": 0}
     return [
-        Project(defaults | renderer.answer(given), renderer.render(given, root / f"{number:03}"))
+        Project(defaults | renderer.answer(given), write(renderer.contents(given), root / f"{number:03}"))
         for number, given in enumerate(variants)
     ]
 

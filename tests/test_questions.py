@@ -380,6 +380,14 @@ def test_preset_with_data_file(template: Path, renderer: Renderer, tmp_path: Pat
     assert result.returncode == 0, result.stderr
     assert files(tmp_path / "project") == files(renderer.render(load_yaml(preset), tmp_path / "fast"))
     assert "make build && make train" in result.stderr
+    assert "on each of" not in result.stderr
+
+
+def test_preset_for_several_machines_says_that_each_takes_part(template: Path, tmp_path: Path) -> None:
+    preset = ROOT / "presets" / "cluster-2x8xh100.yml"
+    result = run_copier("copy", "--defaults", "--data-file", preset, template, tmp_path / "project")
+    assert result.returncode == 0, result.stderr
+    assert "Both run on each of the 2 machines: README.md" in result.stderr
 
 
 def test_an_organisations_settings_are_defaults(

@@ -63,16 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConnectionError:  # raised by Accelerate when the port of machine 0 is not free
             port = arguments.main_process_port
             print(
-                f"error: port {port} is taken on this machine: set MAIN_PROCESS_PORT to a free one, "
-                "the same on all machines",
+                f"error: port {port} is taken on this machine: set MAIN_PROCESS_PORT to a free "
+                "one, the same on all machines",
                 file=sys.stderr,
             )
             return 1
         except DistError as error:
             where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
+            reason = str(error).splitlines()[0]
             print(
-                f"error: the machines did not meet at {where} ({str(error).splitlines()[0]}): start "
-                "all of them, with the same MAIN_PROCESS_IP and MAIN_PROCESS_PORT",
+                f"error: the machines did not meet at {where} ({reason}): start all of them, with "
+                "the same MAIN_PROCESS_IP and MAIN_PROCESS_PORT",
                 file=sys.stderr,
             )
             return 1

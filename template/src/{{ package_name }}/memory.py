@@ -423,12 +423,12 @@ def _fsdp(step: Step, setup: Setup) -> Estimate:
     weights, optimizer = FP32 * step.parameters * share, FP32 * step.optimizer_elements * share
     gradients = FP32 * step.trained * share
     update = step.update * FP32 / setup.itemsize * share
-    # While one unit computes, the next one is gathered. The root stays whole.
-    gathered = step.root + sum(step.units[:2])
+    # While one unit computes, the next one arrives and is unpacked. The root stays whole.
+    gathered = step.root + sum(step.units[:3])
     if setup.sharding == "grad-op":
-        gathered = step.parameters
-    # The gradients of one unit are made while those of another are on their way.
-    reduced = max(sum(step.units[:2]), step.root)
+        gathered = step.parameters + sum(step.units[:1])
+    # The gradients of one unit are made while those of the ones before are summed and on their way.
+    reduced = max(sum(step.units[:3]), step.root)
     communication = setup.itemsize * (gathered + reduced)
     if setup.cpu_offload == "all":
         host = (weights + optimizer + gradients + update) * setup.num_gpus

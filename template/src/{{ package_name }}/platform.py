@@ -53,7 +53,7 @@ class Training:
 
     backend: str  # ddp, fsdp or deepspeed
     precision: str  # fp32, fp16, bf16 or fp8
-    sharding: str = "none"  # fsdp: full, grad-op or hybrid; deepspeed: zero1, zero2 or zero3; else none
+    sharding: str = "none"  # or full, grad-op, hybrid of fsdp; zero1, zero2, zero3 of deepspeed
     cpu_offload: str = "none"  # or optimizer or all
     activation_checkpointing: bool = False
 
