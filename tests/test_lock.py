@@ -75,7 +75,7 @@ def test_only_files_of_supported_machines_are_stored(everywhere: bool) -> None:
 def test_a_project_gets_what_it_needs(
     answers: Answers, chosen: set[str], renderer: Renderer, groups: dict[str, list[str]]
 ) -> None:
-    text = renderer.texts(answers, ["requirements/template.txt"])["requirements/template.txt"]
+    text = renderer.contents(answers)["requirements/template.txt"][0].decode()
     names = re.findall(r"^([a-z0-9][a-z0-9._-]*)==\S+", text, flags=re.MULTILINE)
     wanted = {name for group in {"base", "dev", *chosen} for name in groups[group]}
     assert names == sorted(wanted - {"deepspeed"})
@@ -86,5 +86,5 @@ def test_a_project_gets_what_it_needs(
 
 def test_deepspeed_is_built_after_the_others(renderer: Renderer) -> None:
     """It is published as source only, and imports torch when it is built."""
-    text = renderer.texts({"backend": "deepspeed"}, ["requirements/deepspeed.txt"])["requirements/deepspeed.txt"]
+    text = renderer.contents({"backend": "deepspeed"})["requirements/deepspeed.txt"][0].decode()
     assert re.fullmatch(r"#.+\ndeepspeed==\S+ \\\n    --hash=sha256:[0-9a-f]{64}\n", text)
