@@ -61,10 +61,6 @@ def test_only_files_of_supported_machines_are_stored(everywhere: bool) -> None:
     assert not {name for name in lock.hashes(package, linux) if "macosx" in name}
 
 
-def text_of(renderer: Renderer, answers: Answers, name: str) -> str:
-    return renderer.contents(answers)[name][0].decode()
-
-
 @pytest.mark.parametrize(
     ("answers", "chosen"),
     [
@@ -79,7 +75,7 @@ def text_of(renderer: Renderer, answers: Answers, name: str) -> str:
 def test_a_project_gets_what_it_needs(
     answers: Answers, chosen: set[str], renderer: Renderer, groups: dict[str, list[str]]
 ) -> None:
-    text = text_of(renderer, answers, "requirements/template.txt")
+    text = renderer.contents(answers)["requirements/template.txt"][0].decode()
     names = re.findall(r"^([a-z0-9][a-z0-9._-]*)==\S+", text, flags=re.MULTILINE)
     wanted = {name for group in {"base", "dev", *chosen} for name in groups[group]}
     assert names == sorted(wanted - {"deepspeed"})
@@ -90,5 +86,5 @@ def test_a_project_gets_what_it_needs(
 
 def test_deepspeed_is_built_after_the_others(renderer: Renderer) -> None:
     """It is published as source only, and imports torch when it is built."""
-    text = text_of(renderer, {"backend": "deepspeed"}, "requirements/deepspeed.txt")
+    text = renderer.contents({"backend": "deepspeed"})["requirements/deepspeed.txt"][0].decode()
     assert re.fullmatch(r"#.+\ndeepspeed==\S+ \\\n    --hash=sha256:[0-9a-f]{64}\n", text)

@@ -206,7 +206,7 @@ def expected_files(answers: Answers) -> set[str]:
     if answers.get("backend") == "deepspeed":
         expected |= {"requirements/deepspeed.txt"}
     if answers.get("backend") == "fsdp":
-        expected |= {f"tests/fsdp_on_cpu/{path.name}" for path in ROOT.glob("template/tests/fsdp_on_cpu/*.py")}
+        expected |= {"tests/fsdp_on_cpu/sitecustomize.py"}
     return expected
 
 

@@ -195,7 +195,7 @@ def _judge_version(version: str, wanted: str) -> Line:
 
 @dataclass(frozen=True)
 class LockFacts:
-    """Versions by package, as locked in `requirements/template.txt` and as installed."""
+    """Versions by package, as locked in `requirements/` and as installed."""
 
     locked: Mapping[str, str]
     installed: Mapping[str, str | None]
@@ -205,7 +205,8 @@ def collect_lock(context: Context) -> LockFacts:
     """Read the lock and look each package up."""
     from packaging.requirements import Requirement
 
-    text = (context.root / "requirements" / "template.txt").read_text(encoding="utf-8")
+    files = [context.root / "requirements" / name for name in ("template.txt", "deepspeed.txt")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     lines = re.findall(r"^[\w.-]+==[^\\\n]+", text, re.MULTILINE)
     pins = [Requirement(line) for line in lines]
     locked = {
