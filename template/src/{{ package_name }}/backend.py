@@ -154,9 +154,9 @@ def prepare(
 def choose_precision_by_operation(model: Any, autocast: torch.autocast) -> None:
     """Have a model whose weights get 16 bits compute as DDP does, whose weights have 32."""
     model.forward = autocast(model.forward)
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):  # its statistics have 32 bits, so its weights must too
-            module.forward = partial(_with_weights_in_fp32, module, module.forward)
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:  # its statistics have 32 bits, so its weights must have them too
+        norm.forward = partial(_with_weights_in_fp32, norm, norm.forward)
 
 
 def _with_weights_in_fp32(
@@ -272,15 +272,16 @@ def full_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
+    module: nn.Module = accelerator.unwrap_model(model)
     full: dict[int, Tensor] = {}
-    for parameter in model.module.parameters():
+    for parameter in module.parameters():
         value = safe_get_full_fp32_param(parameter)
         if value is None:  # not trained, so the optimizer keeps no copy in fp32
             with zero.GatheredParameters([parameter]):
                 value = parameter.detach().clone()
         if accelerator.is_main_process:
             full[id(parameter)] = value.float().cpu()
-    named = model.module.state_dict(keep_vars=True)
+    named = module.state_dict(keep_vars=True)
     return {
         name: full.get(id(value), value.float() if value.is_floating_point() else value)
         for name, value in named.items()

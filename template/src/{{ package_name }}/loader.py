@@ -66,7 +66,15 @@ def build_loaders(
     Args:
         batch_size: samples of one forward pass on one process.
     Returns: training loader, evaluation loader, and the sampler that positions the former.
+    Raises: UserError when the data have no length: an order that goes on from any sample, and as
+        many batches on each rank, can be had of samples that have numbers only.
     """
+    for data in (datasets.train, datasets.eval):
+        if not isinstance(data, Sized):
+            raise UserError(
+                f"{type(data).__name__} has no length: give data.py a map-style dataset, with "
+                "__len__ and __getitem__"
+            )
     sampler = EpochSampler(len(cast(Sized, datasets.train)), global_batch_size, seed)
     common: dict[str, Any] = {
         "batch_size": batch_size,
