@@ -308,7 +308,7 @@ def judge_memory(planned: float, allocated: float | None, reserved: float | None
     error = planned / allocated - 1
     found = (
         f"{allocated / GIB:.2f} GB measured (allocator {reserved / GIB:.2f}), "
-        f"{planned / GIB:.2f} GB planned: {error:+.0%}"
+        f"{planned / GIB:.2f} GB planned: {100 * error:+.0f} %"
     )
     if abs(error) > MEMORY_ERROR:
         return warn(found, "trust the measured figure; small models are mostly workspaces")

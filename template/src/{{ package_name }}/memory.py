@@ -426,7 +426,7 @@ def _fsdp(step: Step, setup: Setup) -> Estimate:
     # While one unit computes, the next one arrives and is unpacked. The root stays whole.
     gathered = step.root + sum(step.units[:3])
     if setup.sharding == "grad-op":
-        gathered = step.parameters + sum(step.units[:1])
+        gathered = step.parameters
     # The gradients of one unit are made while those of the ones before are summed and on their way.
     reduced = max(sum(step.units[:3]), step.root)
     communication = setup.itemsize * (gathered + reduced)
