@@ -4,120 +4,157 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from tests.support.record_accelerate import CASES, RECORDED, file_name, record
+from tests.support.expected import CONFIG, CPU_CONFIG, case_of, cpu_case_of, launched, recorded
+from tests.support.record_accelerate import RECORDED, Case, cases, record
 from tests.support.render import ROOT, Answers, Renderer, load_yaml
 from tests.support.variants import combinations
 
-PRECISION = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
+QUESTIONS = [
+    "gpu", "num_gpus", "num_machines", "precision", "backend", "sharding", "cpu_offload", "activation_checkpointing",
+]  # fmt: skip
+LARGE: list[Answers] = [
+    {"gpu": "h100", "num_gpus": 8, "num_machines": 16, "precision": "fp8", "backend": "fsdp", "sharding": "hybrid"},
+    {"gpu": "b200", "num_gpus": 8, "num_machines": 1024, "precision": "bf16", "backend": "ddp"},
+    {
+        "gpu": "v100",
+        "num_gpus": 16,
+        "num_machines": 3,
+        "precision": "fp16",
+        "backend": "deepspeed",
+        "sharding": "zero1",
+    },
+]
+
+
+class Project(NamedTuple):
+    answers: Answers
+    files: dict[str, str]
+
+
+def texts(renderer: Renderer, answers: Answers) -> dict[str, str]:
+    contents = renderer.contents(answers)
+    return {name: contents[name][0].decode() for name in (CONFIG, CPU_CONFIG, "platform.yaml")}
 
 
 @pytest.fixture(scope="module")
-def projects(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Answers, Path]]:
-    """Every hardware and precision that gives different files, rendered."""
-    folder = tmp_path_factory.mktemp("projects")
+def projects(renderer: Renderer) -> list[Project]:
+    """Every way to train that gives different files."""
     distinct: dict[tuple[Any, ...], Answers] = {}
-    for answers in combinations(renderer, ["gpu", "num_gpus", "precision"]):
-        distinct.setdefault((answers.get("num_gpus"), answers["precision"]), answers)
-    distinct[8, "bf16"] = {"gpu": "h100", "num_gpus": 8, "precision": "bf16"}
-    distinct[16, "fp16"] = {"gpu": "v100", "num_gpus": 16, "precision": "fp16"}
-    return [
-        (answers, renderer.render(answers, folder / str(number))) for number, answers in enumerate(distinct.values())
-    ]
+    for answers in [*combinations(renderer, QUESTIONS), *LARGE]:
+        distinct.setdefault(tuple(answers.get(name) for name in QUESTIONS[1:]), answers)
+    return [Project(answers, texts(renderer, answers)) for answers in distinct.values()]
 
 
-def expected(gpus: int, precision: str) -> Any:
-    """As recorded; only the number of processes differs with more GPUs."""
-    recorded = load_yaml(RECORDED / file_name(min(gpus, 4), PRECISION[precision]))
-    return recorded | {"num_processes": max(gpus, 1)}
-
-
-def test_equals_what_accelerate_config_writes(projects: list[tuple[Answers, Path]]) -> None:
-    seen = set()
-    for answers, project in projects:
-        gpus = answers.get("num_gpus", 0)
-        written = (project / "accelerate_config.yaml").read_text()
-        assert yaml.safe_load(written) == expected(gpus, answers["precision"]), answers
+def test_equals_what_accelerate_config_writes(projects: list[Project]) -> None:
+    for answers, files in projects:
+        assert yaml.safe_load(files[CONFIG]) == recorded(case_of(answers)), answers
         # Quoted as accelerate quotes: without quotes `no` is a boolean, which the launcher cannot read.
-        assert "mixed_precision: 'no'\n" in written or answers["precision"] != "fp32"
-        seen.add((min(gpus, 4), PRECISION[answers["precision"]]))
-    assert seen == set(CASES) - {(2, "no")}
+        assert "mixed_precision: 'no'\n" in files[CONFIG] or answers["precision"] != "fp32"
 
 
-def test_cpu_twin_equals_what_accelerate_config_writes(projects: list[tuple[Answers, Path]]) -> None:
-    for _, project in projects:
-        assert load_yaml(project / "accelerate_config.cpu.yaml") == load_yaml(RECORDED / file_name(2, "no"))
+def test_cpu_twin_equals_what_accelerate_config_writes(projects: list[Project]) -> None:
+    for answers, files in projects:
+        assert yaml.safe_load(files[CPU_CONFIG]) == recorded(cpu_case_of(answers)), answers
 
 
-def test_every_string_is_a_string(projects: list[tuple[Answers, Path]]) -> None:
-    for _, project in projects:
-        for name in ("accelerate_config.yaml", "accelerate_config.cpu.yaml"):
-            config = load_yaml(project / name)
+def test_keys_are_in_the_order_of_accelerate_config(projects: list[Project]) -> None:
+    def sorted_keys(mapping: Any) -> bool:
+        return list(mapping) == sorted(mapping) and all(map(sorted_keys, filter(is_mapping, mapping.values())))
+
+    def is_mapping(value: Any) -> bool:
+        return isinstance(value, dict)
+
+    for answers, files in projects:
+        for name in (CONFIG, CPU_CONFIG):
+            assert sorted_keys(yaml.safe_load(files[name])), (answers, name)
+
+
+def test_every_recorded_file_is_used(projects: list[Project]) -> None:
+    assert {path.name for path in RECORDED.iterdir()} == {case.file_name for case in cases()}
+    found = [yaml.safe_load(files[name]) for _, files in projects for name in (CONFIG, CPU_CONFIG)]
+    for path in RECORDED.iterdir():
+        config = load_yaml(path)
+        for key in ("main_process_ip", "main_process_port"):
+            config.pop(key, None)
+        assert config in found, path.name
+
+
+def test_every_string_is_a_string(projects: list[Project]) -> None:
+    for _, files in projects:
+        for name in (CONFIG, CPU_CONFIG):
+            config = yaml.safe_load(files[name])
             for key in ("mixed_precision", "downcast_bf16", "distributed_type", "rdzv_backend"):
                 assert type(config[key]) is str, (name, key)
 
 
-def test_accelerate_launches_it(projects: list[tuple[Answers, Path]], training_python: Path) -> None:
-    files = {
-        str(project / name): (answers, name)
-        for answers, project in projects
-        for name in ("accelerate_config.yaml", "accelerate_config.cpu.yaml")
-    }
+def check(python: Path, names: list[str]) -> Any:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "CUDA_"))}
     result = subprocess.run(
-        [training_python, ROOT / "tests" / "support" / "check_accelerate.py", *files],
+        [python, ROOT / "tests" / "support" / "check_accelerate.py", *names],
         capture_output=True, text=True, timeout=120, check=False, env=environment,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    output = json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+def test_accelerate_launches_it(projects: list[Project], training_python: Path, tmp_path: Path) -> None:
+    """Its loader, launcher and plugins, and torchrun's reading of what the launcher hands over."""
+    expected: dict[str, tuple[str, Case]] = {}
+    for number, (answers, files) in enumerate(projects):
+        for name, case in ((CONFIG, case_of(answers)), (CPU_CONFIG, cpu_case_of(answers))):
+            path = tmp_path / f"{number}-{name}"
+            path.write_text(files[name])
+            expected.setdefault(files[name], (str(path), case))
+    output = check(training_python, [path for path, _ in expected.values()])
     lock = (ROOT / "includes" / "lock" / "packages.txt").read_text().split()
     assert f"accelerate=={output['versions']['accelerate']}" in lock
-    assert output["results"].keys() == files.keys()
-    for file, launched in output["results"].items():
-        answers, name = files[file]
-        gpus = answers.get("num_gpus", 0)
-        on_cpu = name == "accelerate_config.cpu.yaml"
-        assert launched == {
-            "distributed_type": "MULTI_GPU" if on_cpu or gpus > 1 else "NO",
-            "workers": 2 if on_cpu else max(gpus, 1),
-            "mixed_precision": "no" if on_cpu else PRECISION[answers["precision"]],
-            "use_cpu": gpus == 0 and not on_cpu,
-            "visible_devices": None,
-        }, (answers, name)
+    assert len(output["results"]) == len(expected)
+    for file, case in expected.values():
+        assert output["results"][file] == launched(case), case
 
 
 def test_the_record_is_of_the_pinned_accelerate(training_python: Path, tmp_path: Path) -> None:
     """The real `accelerate config`, at its prompts, once: a new release that writes other keys shows here."""
-    record(str(training_python), 4, "bf16", tmp_path / "config.yaml")
-    assert load_yaml(tmp_path / "config.yaml") == load_yaml(RECORDED / file_name(4, "bf16"))
+    case = Case(8, "bf16", 2, "fsdp", "hybrid", "all", True)
+    record(str(training_python), case, tmp_path / "config.yaml")
+    assert load_yaml(tmp_path / "config.yaml") == load_yaml(RECORDED / case.file_name)
 
 
-def test_platform_file(projects: list[tuple[Answers, Path]]) -> None:
+def test_platform_file(projects: list[Project]) -> None:
     """What the answers expect of the machine, with real types: the generated code reads this file."""
-    for answers, project in projects:
-        platform, config = load_yaml(project / "platform.yaml"), load_yaml(project / "accelerate_config.yaml")
+    for answers, files in projects:
+        platform, config = yaml.safe_load(files["platform.yaml"]), yaml.safe_load(files[CONFIG])
+        case = case_of(answers)
         gpus = answers.get("num_gpus", 0)
         hardware = platform["hardware"]
         assert hardware["num_gpus"] == gpus
-        assert hardware["num_machines"] == config["num_machines"] == 1
-        assert config["num_processes"] == max(gpus, 1)
+        assert hardware["num_machines"] == config["num_machines"] == case.machines
+        assert config["num_processes"] == max(gpus, 1) * case.machines
         assert hardware["gpu"] == (answers["gpu"] if gpus else "none")
         for key, kind in {"compute_capability": str, "gpu_memory_gb": int}.items():
             assert type(hardware[key]) is (kind if gpus else type(None)), key
         for key in ("python", "torch", "torchvision", "cuda"):
             assert type(platform["software"][key]) is str, key
         assert type(platform["software"]["min_driver"]) is int
-        assert platform["training"] == {"backend": "ddp", "precision": answers["precision"]}
+        assert platform["training"] == {
+            "backend": case.backend,
+            "precision": answers["precision"],
+            "sharding": case.sharding,
+            "cpu_offload": case.cpu_offload,
+            "activation_checkpointing": case.activation_checkpointing,
+        }
         assert platform["preemption_grace_seconds"] == 120
-        assert platform["shm_size_gb"] == 16
+        assert platform["shm_size_gb"] == (0 if answers["gpu"] == "gb200" else 16)
 
 
 def test_platform_file_of_the_default_project(renderer: Renderer, tmp_path: Path) -> None:
-    assert load_yaml(renderer.render({}, tmp_path / "project") / "platform.yaml") == {
+    project = renderer.render({}, tmp_path / "project")
+    assert load_yaml(project / "platform.yaml") == {
         "project": "my-project",
         "hardware": {
             "gpu": "a100-80gb",
@@ -128,8 +165,27 @@ def test_platform_file_of_the_default_project(renderer: Renderer, tmp_path: Path
             "num_machines": 1,
         },
         "software": {"python": "3.12", "torch": "2.14.1", "torchvision": "0.29.1", "cuda": "13.0", "min_driver": 580},
-        "training": {"backend": "ddp", "precision": "bf16"},
+        "training": {
+            "backend": "ddp",
+            "precision": "bf16",
+            "sharding": "none",
+            "cpu_offload": "none",
+            "activation_checkpointing": False,
+        },
         "tracker": "tensorboard",
         "preemption_grace_seconds": 120,
         "shm_size_gb": 16,
+    }
+
+
+def test_platform_file_of_another_gpu(renderer: Renderer) -> None:
+    answers = {"gpu": "other", "gpu_capability": "8.9", "gpu_memory_gb": 20, "num_gpus": 2}
+    hardware = yaml.safe_load(texts(renderer, answers)["platform.yaml"])["hardware"]
+    assert hardware == {
+        "gpu": "other",
+        "gpu_name": "NVIDIA GPU",
+        "compute_capability": "8.9",
+        "gpu_memory_gb": 20,
+        "num_gpus": 2,
+        "num_machines": 1,
     }

@@ -274,6 +274,11 @@ def test_compose(projects: list[Project]):
                 assert targets["/checkpoints"]["bind"]["create_host_path"] is False
             for port in service.get("ports", []):
                 assert port["host_ip"] == "127.0.0.1", f"{name} listens to the network"
+            # Machines talk to each other; a service that a person opens stays on its own machine.
+            several = has_gpu(answers) and answers["num_machines"] > 1
+            assert (service.get("network_mode") == "host") == (several and name == "train")
+            given = set(service.get("environment") or {})
+            assert ({"MACHINE_RANK", "MAIN_PROCESS_IP", "MAIN_PROCESS_PORT"} <= given) == several
 
             devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
             if has_gpu(answers) and name in ("train", "jupyter", "ssh"):
@@ -301,12 +306,14 @@ def test_compose_takes_the_person_and_the_image_from_the_environment(default: Pa
     assert "/mnt/data" in [volume["source"] for volume in train["volumes"]]
 
 
-def test_image_tag_says_what_is_inside(default: Path):
+def test_image_tag_says_what_is_inside(renderer: Renderer, default: Path):
     text = (default / "compose.yaml").read_text()
     software = yaml.safe_load((default / "platform.yaml").read_text())["software"]
     version = tomllib.loads((default / "pyproject.toml").read_text())["project"]["version"]
     tag = f"v{version}-torch{software['torch']}-cuda{software['cuda']}-gpu4-bf16"
     assert f"image: my-project:${{IMAGE_TAG:-{tag}}}" in text
+    deepspeed = renderer.contents({"backend": "deepspeed"})["compose.yaml"][0].decode()
+    assert f"image: my-project:${{IMAGE_TAG:-{tag}-deepspeed}}" in deepspeed
 
 
 def test_workflows(projects: list[Project]):
@@ -487,6 +494,79 @@ def test_launch_of_one_cpu_process_takes_all_cores(renderer: Renderer, recorder:
     assert re.search(r"^OMP_NUM_THREADS=[1-9]", output, re.MULTILINE)
     assert "OMP_NUM_THREADS=3\n" in run(recorder / "launch.sh", "train", code=75, env=CLEAN | {"OMP_NUM_THREADS": "3"})
     assert "OMP_NUM_THREADS=\n" in run(recorder / "launch.sh", "--cpu", "train", code=75, env=CLEAN)
+
+
+@pytest.mark.parametrize(
+    ("backend", "use_cpu", "python_path"),
+    [("ddp", "true", []), ("fsdp", "true", ["tests/fsdp_on_cpu"]), ("deepspeed", "", [])],
+)
+def test_launch_on_the_cpu_keeps_the_backend(
+    renderer: Renderer, recorder: Path, tmp_path: Path, backend: str, use_cpu: str, python_path: list[str]
+):
+    """Accelerate would make DeepSpeed into DDP when told to use the CPU; DeepSpeed would take GPUs that it sees."""
+    shutil.copy(renderer.render({"backend": backend}, tmp_path / backend) / "launch.sh", recorder)
+    output = run(recorder / "launch.sh", "--cpu", "train", code=75, env=CLEAN).splitlines()
+    assert f"ACCELERATE_USE_CPU={use_cpu}" in output
+    assert "PYTHONPATH=" + ":".join(str(recorder / folder) for folder in ["src", *python_path]) in output
+    assert ("export CUDA_VISIBLE_DEVICES=\n" in (recorder / "launch.sh").read_text()) == (backend == "deepspeed")
+    output = run(recorder / "launch.sh", "train", code=75, env=CLEAN).splitlines()
+    assert "ACCELERATE_USE_CPU=" in output and f"PYTHONPATH={recorder / 'src'}" in output
+
+
+@pytest.fixture
+def several(renderer: Renderer, recorder: Path, tmp_path: Path) -> Path:
+    """The recorder for a project of twelve machines."""
+    project = renderer.render({"num_machines": 12}, tmp_path / "several")
+    for name in ("launch.sh", "accelerate_config.yaml", "accelerate_config.cpu.yaml"):
+        shutil.copy(project / name, recorder)
+    return recorder
+
+
+MACHINE = {"MACHINE_RANK": "11", "MAIN_PROCESS_IP": "node-0.example.com", "MAIN_PROCESS_PORT": "29501"}
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "address", "port"),
+    [
+        ({}, "11", "node-0.example.com", "29501"),
+        ({"MACHINE_RANK": "0", "MAIN_PROCESS_PORT": ""}, "0", "node-0.example.com", "29500"),
+        ({"MACHINE_RANK": "008", "MAIN_PROCESS_IP": "fd00::1"}, "8", "fd00::1", "29501"),
+    ],
+)
+def test_launch_of_several_machines(several: Path, change: Answers, rank: str, address: str, port: str):
+    output = run(several / "launch.sh", "train", "-x", code=75, env=CLEAN | MACHINE | change).splitlines()
+    machine = ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
+    launch = ["-m", "my_project.launch", "--config_file", "accelerate_config.yaml", *machine]
+    assert output[0] == f"machine {rank} of 0 to 11, waiting for the others at {address}:{port}"
+    assert output[2 : len(launch) + 5] == [*launch, "--module", "my_project.train", "-x"]
+
+
+def test_launch_on_the_cpu_needs_one_machine_only(several: Path):
+    output = run(several / "launch.sh", "--cpu", "train", code=75, env=CLEAN | dict.fromkeys(MACHINE, "")).splitlines()
+    assert output[1:7] == ["-m", "my_project.launch", "--config_file", "accelerate_config.cpu.yaml",
+                           "--main_process_port", "0"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *(
+            ({"MACHINE_RANK": rank}, f"MACHINE_RANK is '{rank}': set it to the number of this machine, 0 to 11")
+            for rank in ("", "12", "-1", "one", "1 2", "99999999999999999999", "a[$(id)]")
+        ),
+        *(
+            ({"MAIN_PROCESS_IP": address}, f"MAIN_PROCESS_IP is '{address}': set it to the address of machine 0")
+            for address in ("", "--help", "a b", "a;b")
+        ),
+        *(
+            ({"MAIN_PROCESS_PORT": port}, f"MAIN_PROCESS_PORT is '{port}': set it to a free port of machine 0, 1 to")
+            for port in ("0", "65536", "http", "999999")
+        ),
+    ],
+)
+def test_launch_of_several_machines_says_what_is_missing(several: Path, change: Answers, sentence: str):
+    output = run(several / "launch.sh", "train", code=2, env=CLEAN | MACHINE | change)
+    assert output.startswith(f"error: {sentence}") and len(output.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--cpu"], ["--help"], ["src/train.py"]])

@@ -47,6 +47,10 @@ REFUSED_ON_THE_COMMAND_LINE: list[tuple[Answers, str]] = [
     ({"package_name": "torch"}, "package_name must not be 'torch'"),
     ({"gpu": "v100", "precision": "bf16"}, "bf16 needs compute capability 8.0 and the NVIDIA V100 has 7.0"),
     ({"gpu": "v100", "torch_stack": "2.14.1-cuda13.0"}, "choose 2.14.1-cuda12.6"),
+    ({"precision": "fp8"}, "fp8 needs compute capability 8.9 and the NVIDIA A100 80GB has 8.0"),
+    ({"gpu": "none", "backend": "fsdp"}, "backend=fsdp needs a GPU: choose ddp, or a GPU."),
+    ({"backend": "fsdp", "sharding": "hybrid"}, "num_machines is 1: choose full, or more machines."),
+    ({"num_machines": 2, "checkpoint_volume": "checkpoints"}, "an absolute path that all 2 machines see"),
     ({"deployment": "local", "shm_size": "16gb"}, "shm_size is only for deployment=docker"),
     ({"description": "two\nlines"}, "description must be one line of plain text"),
 ]
@@ -79,7 +83,59 @@ REFUSED: list[tuple[Answers, str]] = [
     ({"num_gpus": 0, "precision": "fp16"}, "fp16 needs a GPU"),
     ({"gpu": "none", "precision": "fp16"}, "fp16 needs a GPU"),
     ({"gpu": "t4", "precision": "bf16"}, "choose fp16 or fp32"),
-    ({"precision": "fp8"}, "'fp8' is not in"),
+    ({"precision": "fp4"}, "'fp4' is not in"),
+    ({"gpu": "t4", "precision": "fp8"}, "choose fp16 or fp32."),
+    ({"gpu": "h100", "num_gpus": 0, "precision": "fp8"}, "fp8 needs a GPU: choose fp32 or bf16, or a GPU."),
+    (
+        {"gpu": "other", "gpu_capability": "8.8", "precision": "fp8"},
+        "the NVIDIA GPU has 8.8: choose bf16, fp16 or fp32.",
+    ),
+    ({"gpu": "other", "gpu_capability": "7.9", "precision": "bf16"}, "the NVIDIA GPU has 7.9: choose fp16 or fp32."),
+    *(
+        ({"gpu": "other", "gpu_capability": value}, "gpu_capability must be a compute capability from 5.0 to 12.9")
+        for value in ("", "8", "8.61", "sm_86", "4.9", "13.0", "99.9", "-8.0", "8.6\n", "٨.٦")
+    ),
+    ({"gpu": "other", "gpu_capability": 8.6}, "gpu_capability must be text: put it in quotes"),
+    ({"gpu": "other", "gpu_capability": "11.0"}, "none of the PyTorch builds offered here has code for it"),
+    ({"gpu": "other", "gpu_capability": "6.1", "torch_stack": "2.14.1-cuda13.0"}, "choose 2.14.1-cuda12.6."),
+    ({"gpu_capability": "8.0"}, "gpu_capability is only for gpu=other"),
+    ({"gpu_memory_gb": 80}, "gpu_memory_gb is only for gpu=other"),
+    *(({"gpu": "other", "gpu_memory_gb": number}, "gpu_memory_gb must be") for number in (3, 1025, "24gb", 24.5, None)),
+    *(({"num_machines": number}, "num_machines must be") for number in (0, -1, 1025, "two", 2.5, True, "")),
+    ({"gpu": "none", "num_machines": 2}, "num_machines must be 1 without a GPU"),
+    ({"num_gpus": 0, "num_machines": 2}, "num_machines must be 1 without a GPU"),
+    ({"backend": "horovod"}, "'horovod' is not in"),
+    ({"num_gpus": 0, "backend": "deepspeed"}, "backend=deepspeed needs a GPU"),
+    ({"gpu": "h100", "precision": "fp8", "backend": "deepspeed"}, "backend=deepspeed cannot train in fp8"),
+    ({"sharding": "full"}, "sharding is only for backend=fsdp and backend=deepspeed"),
+    ({"gpu": "none", "sharding": "zero3"}, "sharding is only for backend=fsdp and backend=deepspeed"),
+    ({"cpu_offload": "none"}, "cpu_offload is only for backend=fsdp and backend=deepspeed"),
+    ({"activation_checkpointing": "yes"}, "activation_checkpointing is only for backend=fsdp"),
+    ({"backend": "deepspeed", "activation_checkpointing": "no"}, "activation_checkpointing is only for backend=fsdp"),
+    ({"backend": "fsdp", "activation_checkpointing": True}, "activation_checkpointing must be 'yes' or 'no' in quotes"),
+    ({"backend": "fsdp", "sharding": "zero2"}, "'zero2' is not in ['full', 'grad-op']"),
+    ({"backend": "deepspeed", "sharding": "full"}, "'full' is not in ['zero1', 'zero2', 'zero3']"),
+    (
+        {"backend": "fsdp", "num_gpus": 1, "num_machines": 2, "sharding": "hybrid"},
+        "num_gpus is 1: choose full, or more GPUs.",
+    ),
+    ({"backend": "deepspeed", "num_gpus": 1, "sharding": "zero1"}, "sharding=zero1 has nothing to split on one GPU"),
+    ({"backend": "fsdp", "num_gpus": 1, "cpu_offload": "none"}, "choose all, or backend ddp, or more GPUs."),
+    ({"backend": "deepspeed", "num_gpus": 1, "cpu_offload": "none"}, "choose optimizer, or backend ddp, or more GPUs."),
+    ({"backend": "fsdp", "cpu_offload": "optimizer"}, "cpu_offload=optimizer needs backend deepspeed"),
+    (
+        {"backend": "deepspeed", "sharding": "zero1", "cpu_offload": "optimizer"},
+        "needs sharding zero2 or zero3, and it is zero1: choose none, or zero2.",
+    ),
+    (
+        {"backend": "deepspeed", "sharding": "zero2", "cpu_offload": "all"},
+        "needs sharding zero3 to move parameters, and it is zero2: choose optimizer, or zero3.",
+    ),
+    ({"backend": "deepspeed", "sharding": "zero1", "cpu_offload": "all"}, "and it is zero1: choose none, or zero3."),
+    (
+        {"num_machines": 2, "deployment": "local", "checkpoint_volume": "runs"},
+        "checkpoint_volume must be an absolute path that all 2 machines see",
+    ),
     ({"precision": False}, "precision must be text: put it in quotes"),
     ({"gpu": "gb200", "deployment": "docker"}, "docker needs an x86-64 machine"),
     ({"gpu": "b200", "torch_stack": "2.14.1-cuda12.6"}, "runs on compute capability 5.0 to 9.0"),
@@ -163,9 +219,18 @@ def test_every_refusal_names_its_question_and_ends_as_a_sentence(renderer: Rende
 
 def test_defaults_are_valid_after_all_answers(renderer: Renderer) -> None:
     space = Space(renderer)
-    before = [answers for name in space.names for answers in space.walk(space.needs[name])]
-    assert {answers.get("gpu", "none") for answers in before} == set(exported(renderer, "gpus.jinja").gpus)
-    for answers in {repr(sorted(answers.items())): answers for answers in before}.values():
+    for name in space.names:
+        assert list(space.walk([*space.needs[name], name]))
+    seen = list(space.looked_at())
+    assert {context["gpu"] for _, context, _, _ in seen if "gpu" in context} == set(
+        exported(renderer, "gpus.jinja").gpus
+    )
+    for name, context, values, default in seen:
+        if values and default not in values:
+            assert name in VALUES, (name, context)
+            renderer.question(name, context).validate_answer(default)
+    # Also those of questions that are not asked: Copier looks at them all the same.
+    for answers in combinations(renderer, ["num_gpus", "num_machines", "backend", "sharding", "deployment"]):
         assert renderer.refusal(answers) == "", answers
 
 
@@ -211,7 +276,24 @@ def test_defaults_suit_the_machine(renderer: Renderer) -> None:
     assert chosen(gpu="gb200") == ("bf16", "2.14.1-cuda13.0", "local")
     assert chosen(gpu="none") == ("fp32", "2.14.1-cuda13.0", "docker")
     assert chosen(gpu="t4", num_gpus=0) == ("fp32", "2.14.1-cuda13.0", "docker")
-    assert renderer.answer({"gpu": "none", "num_gpus": 0}).get("num_gpus") is None  # accepted, though not asked
+    assert chosen(gpu="other", gpu_capability="6.1") == ("fp16", "2.14.1-cuda12.6", "docker")
+    assert chosen(gpu="other", gpu_capability="12.1") == ("bf16", "2.14.1-cuda13.0", "docker")
+    accepted = {"num_gpus": 0, "num_machines": 1, "backend": "ddp"}  # though not asked
+    assert not accepted.keys() & renderer.answer({"gpu": "none", **accepted}).keys()
+
+
+def test_defaults_suit_the_backend(renderer: Renderer) -> None:
+    def chosen(**given: Any) -> tuple[Any, ...]:
+        answers = renderer.answer(given)
+        return tuple(answers.get(name) for name in ("sharding", "cpu_offload", "activation_checkpointing"))
+
+    assert chosen() == (None, None, None)
+    assert chosen(backend="fsdp") == ("full", "none", "no")
+    assert chosen(backend="deepspeed") == ("zero2", "none", None)
+    assert chosen(backend="fsdp", num_gpus=1) == ("full", "all", "no")
+    assert chosen(backend="deepspeed", num_gpus=1) == ("zero2", "optimizer", None)
+    assert chosen(backend="deepspeed", num_gpus=1, num_machines=2) == ("zero2", "none", None)
+    assert renderer.answer({"num_machines": 2})["checkpoint_volume"] == "/mnt/checkpoints"
 
 
 def test_what_is_possible_on_each_gpu(renderer: Renderer) -> None:
@@ -223,6 +305,8 @@ def test_what_is_possible_on_each_gpu(renderer: Renderer) -> None:
     bf16 = {gpu for gpu, found in possible.items() if any(precision == "bf16" for precision, _ in found)}
     blackwell = {"rtx-5090", "b200", "gb200", "rtx-pro-6000"}
     assert set(possible) - bf16 == {"v100", "t4"}
+    fp8 = {gpu for gpu, found in possible.items() if any(precision == "fp8" for precision, _ in found)}
+    assert fp8 == {"rtx-4090", "l4", "l40s", "h100", "h200"} | blackwell
     assert {gpu for gpu, found in cuda.items() if "cuda12.6" not in found} == blackwell
     assert {gpu for gpu, found in cuda.items() if "cuda13.0" not in found} == {"v100"}
     assert {stack for _, stack in possible["v100"]} == {"2.14.1-cuda12.6", "2.13.0-cuda12.6", "2.8.0-cuda12.8"}
@@ -231,10 +315,11 @@ def test_what_is_possible_on_each_gpu(renderer: Renderer) -> None:
 
 def test_driver_of_a_stack(renderer: Renderer) -> None:
     driver = exported(renderer, "rules.jinja").driver
-    assert driver("2.14.1-cuda13.0", "a100-80gb") == "580"
-    assert driver("2.8.0-cuda12.8", "a100-80gb") == "525"
-    assert driver("2.8.0-cuda12.8", "rtx-5090") == "570"
-    assert driver("2.14.1-cuda12.6", "none") == "525"
+    assert driver("2.14.1-cuda13.0", "a100-80gb", "") == "580"
+    assert driver("2.8.0-cuda12.8", "a100-80gb", "") == "525"
+    assert driver("2.8.0-cuda12.8", "rtx-5090", "") == "570"
+    assert driver("2.8.0-cuda12.8", "other", "10.3") == "570"
+    assert driver("2.14.1-cuda12.6", "none", "") == "525"
 
 
 HOSTILE = [
@@ -303,7 +388,9 @@ def test_an_organisations_settings_are_defaults(
 ) -> None:
     """Also for questions that other answers make moot: those must not show in any file."""
     seen = {"gpu": "none", "deployment": "local", "author_name": "Example Team"}
-    moot = {"num_gpus": 8, "ssh": "yes", "shm_size": "64gb", "image_registry": "registry.example.com"}
+    moot = {"num_gpus": 8, "num_machines": 4, "gpu_capability": "9.0", "backend": "fsdp", "sharding": "hybrid"}
+    moot |= {"cpu_offload": "optimizer", "activation_checkpointing": "yes"}
+    moot |= {"ssh": "yes", "shm_size": "64gb", "image_registry": "registry.example.com"}
     settings_file = tmp_path / "settings.yml"
     settings_file.write_text(yaml.safe_dump({"defaults": seen | moot}))
     monkeypatch.setenv("COPIER_SETTINGS_PATH", str(settings_file))
@@ -313,7 +400,28 @@ def test_an_organisations_settings_are_defaults(
     assert files(tmp_path / "project") == files(renderer.render(seen, tmp_path / "expected"))
 
 
-def test_an_answer_can_be_changed_later(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+OLDER_V100 = {"gpu": "v100", "num_gpus": 1, "deployment": "local", "precision": "fp16", "torch_stack": "2.8.0-cuda12.8"}
+HYBRID = {"num_machines": 2, "backend": "fsdp", "sharding": "hybrid", "activation_checkpointing": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "fresh"),
+    [
+        ({}, OLDER_V100, OLDER_V100),
+        # What the new answers rule out, or no longer ask, takes its default and leaves nothing behind.
+        ({"backend": "deepspeed", "sharding": "zero3", "cpu_offload": "all"}, {"backend": "ddp"}, {}),
+        (
+            HYBRID,
+            {"num_machines": 1, "backend": "deepspeed"},
+            {"backend": "deepspeed", "checkpoint_volume": "/mnt/checkpoints"},
+        ),
+        ({}, {"num_machines": 2}, {"num_machines": 2, "checkpoint_volume": "/mnt/checkpoints"}),
+    ],
+    ids=["machine", "backend", "machines-and-backend", "more-machines"],
+)
+def test_an_answer_can_be_changed_later(
+    first: Answers, change: Answers, fresh: Answers, template: Path, renderer: Renderer, tmp_path: Path
+) -> None:
     """The guards know the answers file of an update: its `_commit`, and questions that are no longer asked."""
     source, project = tmp_path / "template", tmp_path / "project"
     shutil.copytree(template, source)
@@ -323,13 +431,14 @@ def test_an_answer_can_be_changed_later(template: Path, renderer: Renderer, tmp_
 
     for command in (["init"], ["add", "--all"], ["commit", "--message=Template"], ["tag", "v1.0.0"]):
         git(source, *command)
-    assert run_copier("copy", "--defaults", source, project).returncode == 0
+    assert run_copier("copy", "--defaults", *data_arguments(first), source, project).returncode == 0
     for command in (["init"], ["add", "--all"], ["commit", "--message=Project"]):
         git(project, *command)
-    change = {"gpu": "v100", "num_gpus": 1, "deployment": "local", "precision": "fp16", "torch_stack": "2.8.0-cuda12.8"}
     result = run_copier("update", "--defaults", "--vcs-ref", ":current:", *data_arguments(change), project)
     assert result.returncode == 0, result.stderr
-    expected = files(renderer.render(change, tmp_path / "fresh"))
+    answers = load_yaml(project / ".copier-answers.yml")
+    assert {name: value for name, value in answers.items() if not name.startswith("_")} == renderer.answer(fresh)
+    expected = files(renderer.render(fresh, tmp_path / "fresh"))
     updated = {name: file for name, file in files(project).items() if not name.startswith(".git/")}
     del expected[".copier-answers.yml"], updated[".copier-answers.yml"]  # it names where it came from
     assert updated == expected
@@ -430,6 +539,66 @@ def test_prompts_show_why_a_choice_is_not_possible(template: Path, renderer: Ren
     assert (answers["precision"], answers["torch_stack"]) == ("fp16", "2.8.0-cuda12.8")
 
 
+@pytest.mark.parametrize(
+    ("fixed", "question", "reasons"),
+    [
+        ({"gpu": "t4"}, "precision", ["bf16 needs compute capability 8.0", "fp8 needs compute capability 8.9"]),
+        ({"num_gpus": 0}, "precision", ["fp16 needs a GPU: choose fp32 or bf16, or a GPU.", "fp8 needs a GPU"]),
+        ({"gpu": "h100", "precision": "fp8"}, "backend", ["backend=deepspeed cannot train in fp8: choose fsdp or ddp"]),
+        ({"backend": "fsdp"}, "sharding", ["sharding=hybrid splits inside a machine and copies between machines"]),
+        ({"backend": "fsdp", "num_gpus": 1, "num_machines": 2}, "sharding", ["sharding=hybrid splits among the GPUs"]),
+        ({"backend": "deepspeed", "num_gpus": 1}, "sharding", ["sharding=zero1 has nothing to split on one GPU"]),
+        (
+            {"backend": "fsdp", "num_gpus": 1},
+            "cpu_offload",
+            ["cpu_offload=none leaves fsdp nothing to do on one GPU", "cpu_offload=optimizer needs backend deepspeed"],
+        ),
+        (
+            {"backend": "deepspeed", "sharding": "zero1"},
+            "cpu_offload",
+            ["cpu_offload=optimizer needs sharding zero2 or zero3", "cpu_offload=all needs sharding zero3"],
+        ),
+        ({"gpu": "gb200"}, "deployment", ["docker needs an x86-64 machine"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_prompts_show_why_for_each_rule(
+    fixed: Answers, question: str, reasons: list[str], template: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    """All reasons are on the screen, each beside its choice; Enter takes a default that is possible."""
+    given = {name: value for name, value in renderer.answer(fixed).items() if name != question}
+    prompts = Prompts(*data_arguments(given), template, tmp_path / "project")
+    for reason in reasons:
+        prompts.expect(f"({reason}")
+    disabled = [reason for reason in renderer.choices(question, given).values() if reason]
+    assert len(disabled) == len(reasons)
+    prompts.enter()
+    assert prompts.finish() == 0
+    answers = load_yaml(tmp_path / "project" / ".copier-answers.yml")
+    assert answers[question] == renderer.answer(fixed)[question]
+
+
+def test_prompts_for_another_gpu_and_several_machines(template: Path, renderer: Renderer, tmp_path: Path) -> None:
+    asked = ("gpu_capability", "gpu_memory_gb", "num_machines", "checkpoint_volume")
+    fixed = {"gpu": "other", "num_gpus": 8}
+    given = {name: value for name, value in renderer.answer(fixed).items() if name not in asked}
+    prompts = Prompts(*data_arguments(given), template, tmp_path / "project")
+    for name, wrong, sentence, right in (
+        ("gpu_capability", "sm_90", "gpu_capability must be a compute capability", "9.0"),
+        ("gpu_memory_gb", "2", "gpu_memory_gb must be from 4 to 1024", "96"),
+        ("num_machines", "1025", "num_machines must be from 1 to 1024", "2"),
+        ("checkpoint_volume", "checkpoints", "an absolute path that all 2 machines see", "/shared/checkpoints"),
+    ):
+        prompts.expect(help_line(renderer, name, given))
+        prompts.replace(wrong)
+        prompts.expect(sentence)
+        prompts.replace(right)
+        given[name] = int(right) if right.isdigit() else right
+    assert prompts.finish() == 0
+    answers = load_yaml(tmp_path / "project" / ".copier-answers.yml")
+    assert [answers[name] for name in asked] == ["9.0", 96, 2, "/shared/checkpoints"]
+
+
 def test_prompts_refuse_an_unknown_answer_before_asking(template: Path, tmp_path: Path) -> None:
     prompts = Prompts("--data", "gpu_cuont=4", template, tmp_path / "project")
     prompts.expect("there is no question 'gpu_cuont'")
@@ -476,7 +645,7 @@ def test_tables(renderer: Renderer) -> None:
     for gpu, row in gpus.items():
         assert re.fullmatch("[a-z0-9-]+", gpu)
         assert row["capability"] is None or re.fullmatch(r"\d+\.\d", row["capability"]), gpu
-        assert gpu == "none" or row["memory_gb"] > 0, gpu
+        assert gpu in ("none", "other") or row["memory_gb"] > 0, gpu
     for stack, row in stacks.items():
         assert stack == f"{row['torch']}-cuda{row['cuda']}"
         assert row["cuda"] in builds

@@ -4,10 +4,10 @@
     python tools/lock.py --upgrade   resolve anew
     python tools/lock.py --check     say whether the inputs changed since the last resolution
 
-All groups of the generated project are resolved together, for Linux and macOS and every Python from 3.11 on, so that
-any sum of groups fits. packages.txt holds them all, parted by empty lines; groups.jinja says which group needs which.
-One file, since Copier clones and reads hundreds slowly.
-torch and torchvision are left out: they come with the image, or from `make setup`.
+All groups of the generated project are resolved together, for every Python from 3.11 on, so that any sum of groups
+fits. packages.txt holds them all, parted by empty lines; groups.jinja says which group needs which. One file, since
+Copier clones and reads hundreds slowly, with the hashes of those files alone that a supported machine may install,
+since it is read at each render. torch and torchvision are left out: they come with the image, or from `make setup`.
 """
 
 import argparse
@@ -18,10 +18,16 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 from jinja2 import Environment, FileSystemLoader
 from packaging.markers import Marker
+from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
+from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
@@ -29,10 +35,11 @@ LOCK = ROOT / "includes" / "lock"
 PACKAGES = LOCK / "packages.txt"
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORMS = ("linux", "darwin")
-MACHINES = ("x86_64", "aarch64", "arm64")
+MACHINES = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))  # those that PyTorch is published for
+NEWEST_GLIBC = 50  # 2.50: wheels for it and for all before it count
+NEWEST_MACOS = (30, 0)
 
-GROUPS = ("base", "dev", "tensorboard", "wandb", "mlflow", "trackio", "jupyter")
+GROUPS = ("base", "dev", "deepspeed", "fp8", "tensorboard", "wandb", "mlflow", "trackio", "jupyter")
 OWN = ("tools", "tests")  # this repository's pins: requirements/<name>.in → requirements/<name>.txt
 LEFT_OUT = ("torch", "torchvision")
 
@@ -47,30 +54,89 @@ def compile_lock(inputs: list[Path], output: Path, *arguments: str) -> None:
         sys.exit(f"error: uv found no versions for {', '.join(path.name for path in inputs)}; its reasons are above.")
 
 
-def blocks(lock: str) -> dict[str, str]:
-    """Name → its lines, without packages that no supported machine installs."""
-    environments = [
-        {
-            "python_version": python,
-            "python_full_version": f"{python}.0",
-            "sys_platform": platform,
-            "platform_system": platform.capitalize(),
-            "platform_machine": machine,
-            "os_name": "posix",
-            "implementation_name": "cpython",
-            "platform_python_implementation": "CPython",
-        }
-        for python, platform, machine in itertools.product(PYTHONS, PLATFORMS, MACHINES)
-    ]
+@dataclass(frozen=True)
+class Machine:
+    """A Python on a kind of machine: what markers see of it, and which wheels it installs."""
+
+    marker_environment: dict[str, str]
+    tags: frozenset[Tag]
+
+    @classmethod
+    def of(cls, python: str, system: str, machine: str) -> "Machine":
+        major, minor = map(int, python.split("."))
+        if system == "linux":
+            platforms = [f"manylinux_2_{glibc}_{machine}" for glibc in range(5, NEWEST_GLIBC + 1)]
+            platforms += [f"{name}_{machine}" for name in ("manylinux1", "manylinux2010", "manylinux2014", "linux")]
+        else:
+            platforms = list(mac_platforms(NEWEST_MACOS, machine))
+        interpreter = f"cp{major}{minor}"
+        return cls(
+            {
+                "python_version": python,
+                "python_full_version": f"{python}.0",
+                "sys_platform": system,
+                "platform_system": system.capitalize(),
+                "platform_machine": machine,
+                "os_name": "posix",
+                "implementation_name": "cpython",
+                "platform_python_implementation": "CPython",
+            },
+            frozenset(cpython_tags((major, minor), [interpreter], platforms))
+            | frozenset(compatible_tags((major, minor), interpreter, platforms)),
+        )
+
+
+SUPPORTED = [Machine.of(python, *machine) for python, machine in itertools.product(PYTHONS, MACHINES)]
+
+
+def requirements(lock: str) -> dict[str, str]:
+    """Name → its line, without packages that no supported machine installs."""
     found: dict[str, str] = {}
-    for block in re.split(r"\n(?=\S)", lock.strip()):
-        match = REQUIREMENT.match(block.splitlines()[0])
+    for line in lock.splitlines():
+        if not line.strip() or line.startswith((" ", "#")):  # hashes, what the file says of itself
+            continue
+        match = REQUIREMENT.match(line)
         if match is None:
-            sys.exit(f"error: cannot read the line {block.splitlines()[0]!r} that uv wrote.")
-        marker = match["marker"]
-        if marker is None or any(Marker(marker).evaluate(environment) for environment in environments):
-            found[match["name"]] = block + "\n"
+            sys.exit(f"error: cannot read the line {line!r} that uv wrote.")
+        if _users(match["marker"]):
+            found[match["name"]] = line.removesuffix(" \\")
     return found
+
+
+def _users(marker: str | None) -> list[Machine]:
+    """The machines that a requirement with this marker is for."""
+    return [machine for machine in SUPPORTED if marker is None or Marker(marker).evaluate(machine.marker_environment)]
+
+
+def hashes(package: dict[str, Any], machines: list[Machine]) -> list[str]:
+    """The files of a package in uv's pylock.toml that these machines may install: wheels, the source where none fits."""
+    wheels = [
+        (parse_wheel_filename(unquote(wheel["url"].rpartition("/")[2]))[3], wheel)
+        for wheel in package.get("wheels", [])
+    ]
+    kept = [wheel for tags, wheel in wheels if any(tags & machine.tags for machine in machines)]
+    if not all(any(tags & machine.tags for tags, _ in wheels) for machine in machines):
+        if "sdist" not in package:
+            sys.exit(f"error: {package['name']} has neither a wheel for each machine nor its source.")
+        kept.append(package["sdist"])
+    return sorted(file["hashes"]["sha256"] for file in kept)
+
+
+def with_hashes(lines: dict[str, str], scratch: Path) -> dict[str, str]:
+    """Name → its block in packages.txt."""
+    versions, files = scratch / "versions.txt", scratch / "pylock.toml"
+    versions.write_text("\n".join(lines.values()))
+    compile_lock([versions], files, "--no-deps", "--format", "pylock.toml")
+    blocks = {}
+    for package in tomllib.loads(files.read_text())["packages"]:
+        line = lines[package["name"]]
+        match = REQUIREMENT.match(line)
+        assert match, line
+        found = hashes(package, _users(match["marker"]))
+        blocks[package["name"]] = " \\\n".join([line, *(f"    --hash=sha256:{digest}" for digest in found)]) + "\n"
+    if blocks.keys() != lines.keys():
+        sys.exit(f"error: uv found no files for {', '.join(sorted(lines.keys() - blocks.keys()))}.")
+    return blocks
 
 
 def torch_releases() -> list[tuple[str, str]]:
@@ -82,7 +148,7 @@ def torch_releases() -> list[tuple[str, str]]:
 
 def digest() -> str:
     """One hash of all that the resolution is made from."""
-    settings = (PYTHONS, PLATFORMS, MACHINES, GROUPS, OWN, LEFT_OUT, torch_releases())
+    settings = (PYTHONS, MACHINES, NEWEST_GLIBC, NEWEST_MACOS, GROUPS, OWN, LEFT_OUT, torch_releases())
     digest = hashlib.sha256(repr(settings).encode())
     for name in (*GROUPS, *OWN):
         digest.update((REQUIREMENTS / f"{name}.in").read_bytes())
@@ -120,19 +186,20 @@ def lock(upgrade: bool) -> None:
         everything = Path(scratch, "everything.txt")  # uv prefers the versions that it finds in its output file
         if not upgrade and PACKAGES.exists():
             everything.write_text(PACKAGES.read_text())
-        compile_lock(list(inputs.values()), everything, "--generate-hashes", "--override", str(override))
-        packages = blocks(everything.read_text())
+        compile_lock(list(inputs.values()), everything, "--override", str(override))
+        lines = requirements(everything.read_text())
+        packages = with_hashes(lines, Path(scratch))
 
         # Without torch's own marker line: it would refuse every release but the newest.
         locked = Path(scratch, "locked.txt")
-        locked.write_text("".join(packages.values()))
+        locked.write_text("\n".join(lines.values()))
         check_stacks(locked, Path(scratch))
 
         groups = {}
         for group, path in inputs.items():
             part = Path(scratch, f"{group}.txt")
             compile_lock([path], part, "--override", str(override), "--constraint", str(locked))
-            groups[group] = sorted(blocks(part.read_text()).keys() & packages.keys())
+            groups[group] = sorted(requirements(part.read_text()).keys() & packages.keys())
 
     PACKAGES.write_text("\n".join(packages.values()))
     (LOCK / "groups.jinja").write_text(groups_jinja(groups, sorted(packages)))

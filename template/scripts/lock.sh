@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Locks your additions: requirements/project.in -> requirements/project.txt.
 #
-# What requirements/template.txt pins stays as it is, and torch is the one of the platform.
+# What the template pins in requirements/ stays as it is, and torch is the one of the platform.
 set -euo pipefail
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-grep -oE '^[A-Za-z0-9][A-Za-z0-9._-]*==[^ ;]+' requirements/template.txt >"$scratch/pinned.txt"
+find requirements -name '*.txt' ! -name project.txt -exec grep -ohE '^[A-Za-z0-9][A-Za-z0-9._-]*==[^ ;]+' {} + \
+  >"$scratch/pinned.txt"
 printf '%s\n' torch torchvision >"$scratch/elsewhere.txt"
 
 known=()

@@ -1,7 +1,9 @@
 """Render the template: through the real command line, or fast, many times in one process.
 
-The fast route shares what Copier makes anew for each run: the parsed questions and the compiled Jinja templates. It
-uses Copier's private classes, so a sample is compared byte for byte with the command line (test_questions.py).
+The fast route shares what Copier makes anew for each run: the parsed questions and the compiled Jinja templates. Where
+nothing has to lie on a disk, it keeps the files in memory and the answers' context for all of them. It uses Copier's
+private classes, so a sample of both is compared byte for byte with the command line (test_questions.py,
+test_variants.py).
 """
 
 import functools
@@ -16,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import copier._main
+import copier._user_data
 import yaml
 from copier._main import Worker
 from copier._user_data import AnswersMap, Question
@@ -24,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COPIED = ("copier.yml", "questions", "includes", "template")
 
 Answers = dict[str, Any]
+Files = dict[str, tuple[bytes, bool]]  # relative path → content and whether it is executable
 
 
 def export(folder: Path) -> Path:
@@ -53,8 +57,7 @@ def data_arguments(answers: Mapping[str, Any]) -> list[str]:
     return [argument for key, value in answers.items() for argument in ("--data", f"{key}={value}")]
 
 
-def files(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Relative path → content and whether it is executable."""
+def files(folder: Path) -> Files:
     return {
         str(path.relative_to(folder)): (path.read_bytes(), os.access(path, os.X_OK))
         for path in sorted(folder.rglob("*"))
@@ -76,6 +79,14 @@ class Renderer:
 
         self.environment.__dict__["from_string"] = from_string_once
         self._choices: dict[tuple[str, str], dict[Any, str]] = {}
+        # Where each file of the template goes; None where its name depends on the answers.
+        self._sources = {
+            source: None if "{" in str(source) else source.with_suffix("") if source.suffix == ".jinja" else source
+            for path in sorted((template / self.template.subdirectory).rglob("*"))
+            if path.is_file() and (source := path.relative_to(template / self.template.subdirectory))
+        }
+        self._read = functools.lru_cache(maxsize=None)(_read)
+        self._yaml = functools.lru_cache(maxsize=None)(copier._user_data.parse_yaml_string)
 
     @property
     def questions(self) -> dict[str, dict[str, Any]]:
@@ -103,6 +114,37 @@ class Renderer:
         ):
             worker.run_copy()
         return destination
+
+    def contents(self, answers: Mapping[str, Any]) -> Files:
+        """What `render` would write, without writing it."""
+        found: Files = {}
+
+        def render_template() -> None:
+            context = worker._render_context()
+            settings = dict(context["_copier_conf"])
+
+            def same_context() -> Answers:
+                return context | {"_copier_conf": dict(settings)}  # Copier writes into it
+
+            worker.__dict__["_render_context"] = same_context
+            for source, fixed in self._sources.items():
+                targets = [fixed] if fixed else [target for target, _ in worker._render_path(source)]
+                for target in targets:
+                    if worker.match_exclude(target):
+                        continue
+                    name = f"{self.template.subdirectory}/{source.as_posix()}"
+                    content, executable = self._read(self.path / name)
+                    if name.endswith(self.template.templates_suffix):
+                        content = self.environment.get_template(name).render(**same_context()).encode()
+                    found[target.as_posix()] = content, executable
+
+        with (
+            mock.patch.object(copier._user_data, "parse_yaml_string", self._yaml),
+            self._worker(answers, self.path / "nowhere") as worker,
+        ):
+            worker.__dict__["_render_template"] = render_template
+            worker.run_copy()
+        return found
 
     def answer(self, answers: Mapping[str, Any]) -> Answers:
         """All answers, asked ones only, when the others take their defaults; nothing is written."""
@@ -142,6 +184,10 @@ class Renderer:
 
     def is_asked(self, name: str, prefix: Mapping[str, Any]) -> bool:
         return self.question(name, prefix).get_when()
+
+
+def _read(path: Path) -> tuple[bytes, bool]:
+    return path.read_bytes(), os.access(path, os.X_OK)
 
 
 def load_yaml(path: Path) -> Any:

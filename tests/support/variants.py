@@ -5,7 +5,7 @@ answers occurs. Both only hold answers to questions that are asked, ready for --
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jinja2 import meta
@@ -20,12 +20,18 @@ VALUES: dict[str, list[Any]] = {
     "description": ["Training with PyTorch and Accelerate.", 'Says "hi" to O\'Neil: {{ 7*7 }} # 🚀 \\ é'],
     "author_name": ["My Project authors", 'Zoë "Z" O\'Neil'],
     "author_email": ["", "zoe@example.com"],
+    "gpu_capability": ["8.0", "6.1", "8.9", "12.0"],
+    "gpu_memory_gb": [24, 141],
     "num_gpus": [4, 0, 1],
+    "num_machines": [1, 2],
     "checkpoint_volume": ["checkpoints", "/mnt/checkpoints"],
     "preemption_grace_seconds": [120, 600],
     "image_registry": ["", "registry.example.com:5000/team"],
     "shm_size": ["16gb", "64gb"],
 }
+
+# What decides how training is started: of these, every possible combination is rendered.
+MACHINE = ["gpu", "num_gpus", "num_machines", "precision", "backend", "sharding", "deployment"]
 
 Pair = frozenset[tuple[str, Any]]
 
@@ -37,7 +43,7 @@ class Space:
         self.renderer = renderer
         self.names = list(renderer.questions)
         self.needs = {name: self._needs(name) for name in self.names}
-        self._cache: dict[tuple[str, str], tuple[list[Any], Any]] = {}
+        self._cache: dict[tuple[str, tuple[Any, ...]], tuple[Answers, list[Any], Any]] = {}
 
     def _needs(self, name: str) -> list[str]:
         """The questions whose answers decide whether and how this one can be answered."""
@@ -56,32 +62,52 @@ class Space:
         """All answers that are possible at all."""
         if not self.renderer.questions[name].get("choices"):
             return VALUES[name]
-        first = {other: self.renderer.answer({})[other] for other in self.needs[name]}
-        return list(self.renderer.choices(name, first))
+        found = [value for context in self.contexts(name) for value in self.possible(name, context)[0]]
+        return list(dict.fromkeys(found))
+
+    def contexts(self, name: str) -> Iterator[Answers]:
+        """All answers that can stand before this question, among those that it depends on."""
+        order = self.closure(self.needs[name])
+        found: list[Answers] = [{}]
+        for index, other in enumerate(order):
+            needed = {*self.needs[name], *itertools.chain.from_iterable(self.needs[later] for later in order[index:])}
+            states = {}
+            for context in found:
+                values, default = self.possible(other, context)
+                for value in values or [default]:
+                    state = {key: each for key, each in (context | {other: value}).items() if key in needed}
+                    states[tuple(state.items())] = state
+            found = list(states.values())
+        yield from found
 
     def possible(self, name: str, context: Answers) -> tuple[list[Any], Any]:
         """The valid answers after the others, none when it is not asked; and the default."""
         relevant = {other: context[other] for other in self.needs[name]}
-        key = (name, repr(relevant))
+        key = (name, tuple(relevant.values()))
         if key not in self._cache:
             question = self.renderer.question(name, relevant)
             values: list[Any] = []
             if question.get_when():
-                values = [value for value in self.values(name) if self._is_valid(name, question, value)]
-            self._cache[key] = (values, question.get_default())
-        return self._cache[key]
+                choices = [question.cast_answer(choice.value) for choice in question._formatted_choices]
+                values = [value for value in choices or VALUES[name] if self._is_valid(question, value)]
+            self._cache[key] = (relevant, values, question.get_default())
+        return self._cache[key][1:]
+
+    def looked_at(self) -> Iterator[tuple[str, Answers, list[Any], Any]]:
+        """What `possible` has found out so far: question, the answers that decide, valid answers, default."""
+        for (name, _), found in self._cache.items():
+            yield name, *found
 
     @staticmethod
-    def _is_valid(name: str, question: Any, value: Any) -> bool:
+    def _is_valid(question: Any, value: Any) -> bool:
         try:
             question.validate_answer(question.parse_answer(value))
         except ValueError:
             return False
         return True
 
-    def walk(self, names: Sequence[str], fixed: Answers | None = None) -> Iterator[Answers]:
+    def walk(self, names: Sequence[str]) -> Iterator[Answers]:
         """Every possible combination of the answers to these questions; those they depend on keep their defaults."""
-        fixed = fixed or {}
         order = self.closure(names)
 
         def step(index: int, given: Answers, context: Answers) -> Iterator[Answers]:
@@ -91,14 +117,46 @@ class Space:
             name = order[index]
             values, default = self.possible(name, context)
             if name not in names or not values:
-                if name not in fixed:
-                    yield from step(index + 1, given, context | {name: default})
+                yield from step(index + 1, given, context | {name: default})
                 return
             for value in values:
-                if fixed.get(name, value) == value:
-                    yield from step(index + 1, given | {name: value}, context | {name: value})
+                yield from step(index + 1, given | {name: value}, context | {name: value})
 
         return step(0, {}, {})
+
+    def complete(self, goal: Answers, preferred: Callable[[Answers, str, Any], int]) -> Answers | None:
+        """All answers with these among them, None when they exclude each other; else those that are preferred most."""
+        order = self.closure(list(goal))
+        order += [name for name in self.names if name not in order]
+        needed = [
+            set(itertools.chain.from_iterable(self.needs[name] for name in order[index:]))
+            for index in range(len(order))
+        ]
+        hopeless = set()
+
+        def step(index: int, given: Answers, context: Answers) -> Answers | None:
+            if index == len(order):
+                return given
+            state = (index, tuple(value for name, value in context.items() if name in needed[index]))
+            if state in hopeless:
+                return None
+            name = order[index]
+            values, default = self.possible(name, context)
+            if name in goal:
+                values = [value for value in values if value == goal[name]]
+                if not values:
+                    return None
+            if not values:
+                return step(index + 1, given, context | {name: default})
+            for value in sorted(values, key=lambda value: -preferred(given, name, value)):
+                found = step(index + 1, given | {name: value}, context | {name: value})
+                if found is not None:
+                    return found
+            hopeless.add(state)
+            return None
+
+        found = step(0, {}, {})
+        return found and {name: found[name] for name in self.names if name in found}
 
     def closure(self, names: Sequence[str]) -> list[str]:
         """These questions and all that decide over them."""
@@ -116,41 +174,24 @@ def combinations(renderer: Renderer, names: Sequence[str]) -> Iterator[Answers]:
 def pairs(renderer: Renderer) -> list[Answers]:
     """Variants that together hold every possible pair of answers."""
     space = Space(renderer)
-    uncovered = possible_pairs(space)
+    values = {name: space.values(name) for name in space.names}
+    goals = [
+        {one: first, other: second}
+        for one, other in itertools.combinations(space.names, 2)
+        for first, second in itertools.product(values[one], values[other])
+    ]
+    covered: set[Pair] = set()
+
+    def new_pairs(given: Answers, name: str, value: Any) -> int:
+        return sum(frozenset([item, (name, value)]) not in covered for item in given.items())
+
     variants = []
-    for goal in sorted(uncovered, key=lambda pair: sorted(map(repr, pair))):
-        if goal in uncovered:
-            variant = _best_variant(space, dict(goal), uncovered)
-            uncovered -= _pairs(variant)
+    for goal in goals:
+        if frozenset(goal.items()) not in covered and (variant := space.complete(goal, new_pairs)):
+            covered |= _pairs(variant)
             variants.append(variant)
     return variants
 
 
 def _pairs(answers: Answers) -> set[Pair]:
     return set(map(frozenset, itertools.combinations(answers.items(), 2)))
-
-
-def possible_pairs(space: Space) -> set[Pair]:
-    found: set[Pair] = set()
-    for one, other in itertools.combinations(space.names, 2):
-        for given in space.walk(space.closure([one, other])):
-            if one in given and other in given:
-                found.add(frozenset({(one, given[one]), (other, given[other])}))
-    return found
-
-
-def _best_variant(space: Space, goal: Answers, uncovered: set[Pair]) -> Answers:
-    """A whole set of answers with the goal in it, each of the others chosen for the most uncovered pairs."""
-
-    def covered(given: Answers) -> int:
-        return len(_pairs(given) & uncovered)
-
-    best = max(space.walk(space.closure(list(goal)), goal), key=covered)
-    chosen = dict(best)
-    context: Answers = {}
-    for name in space.names:
-        values, default = space.possible(name, context)
-        if name not in chosen and values:
-            chosen[name] = max(values, key=lambda value: covered(chosen | {name: value}))
-        context[name] = chosen.get(name, default)
-    return {name: chosen[name] for name in space.names if name in chosen}

@@ -19,6 +19,7 @@ from accelerate.commands.launch import (
     launch_command_parser,
 )
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -59,6 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             if failure.exitcode != EXIT_PREEMPTED and note.read_text() != EXPLAINED:
                 print(f"rank {rank} {_ending(failure.exitcode)}; all were stopped", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        except ConnectionError:  # raised by Accelerate when the port of machine 0 is not free
+            port = arguments.main_process_port
+            print(
+                f"error: port {port} is taken on this machine: set MAIN_PROCESS_PORT to a free one, "
+                "the same on all machines",
+                file=sys.stderr,
+            )
+            return 1
+        except DistError as error:
+            where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
+            print(
+                f"error: the machines did not meet at {where} ({str(error).splitlines()[0]}): start "
+                "all of them, with the same MAIN_PROCESS_IP and MAIN_PROCESS_PORT",
+                file=sys.stderr,
+            )
+            return 1
         except SignalException as stop:
             return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + int(stop.sigval)
     return 0
