@@ -4,8 +4,10 @@
 them. What only one of them needs is imported under that one alone: it takes seconds.
 """
 
+import logging
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,6 +27,7 @@ from .config import TrainConfig
 from .errors import UserError
 
 DDP, FSDP, DEEPSPEED = "ddp", "fsdp", "deepspeed"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 # What the table of contents of a sharded checkpoint is made of, by module.
@@ -67,7 +70,15 @@ class _DeepSpeedPlugin(DeepSpeedPlugin):
 
 def deepspeed_plugin() -> DeepSpeedPlugin | None:
     """For `Accelerator`: the launcher's settings of DeepSpeed, None for other backends."""
-    return _DeepSpeedPlugin() if launched() == DEEPSPEED else None
+    if launched() != DEEPSPEED:
+        return None
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if not torch.cuda.is_available():  # gloo will do; its own way to communicate would be compiled for a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return _DeepSpeedPlugin()
 
 
 def communication() -> str | None:
@@ -114,16 +125,14 @@ def prepare(
 ) -> tuple[Any, ...]:
     """`accelerator.prepare`, and what it leaves to the script. Collective."""
     backend = backend_of(accelerator)
+    dtype = DTYPES.get(accelerator.mixed_precision)
+    if backend != DDP and dtype is not None:
+        choose_precision_by_operation(model, torch.autocast(accelerator.device.type, dtype))
     if backend == FSDP:
         plugin = accelerator.state.fsdp_plugin
         if plugin.mixed_precision_policy is not None:
             # Losses and metrics stay as precise as the model made them.
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
-        if accelerator.native_amp:
-            # Operations choose their precision as under DDP, where prepare does this.
-            kind = plugin.mixed_precision_policy.param_dtype
-            autocast = torch.autocast(accelerator.device.type, kind)
-            model.forward = autocast(model.forward)  # type: ignore[method-assign]
         if plugin.activation_checkpointing:
             # Accelerate's own way draws other random numbers in the second pass.
             plugin.activation_checkpointing = False
@@ -135,11 +144,29 @@ def prepare(
                     f"classes in {type(model).__name__}._no_split_modules"
                 )
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *loaders)
-    if backend == DEEPSPEED:
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        if dtype != torch.float32:
-            model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)
+    if backend == DEEPSPEED and dtype is not None:
+        model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)
     return prepared
+
+
+def choose_precision_by_operation(model: nn.Module, autocast: torch.autocast) -> None:
+    """Have a model whose weights get 16 bits compute as DDP does, whose weights have 32."""
+    model.forward = autocast(model.forward)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):  # its statistics have 32 bits, so its weights must too
+            module.forward = partial(_with_weights_in_fp32, module, module.forward)  # type: ignore[method-assign]
+
+
+def _with_weights_in_fp32(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor
+) -> Tensor:
+    weights = dict(module._parameters)
+    in_fp32: Any = {name: None if one is None else one.float() for name, one in weights.items()}
+    module._parameters.update(in_fp32)
+    try:
+        return forward(inputs)
+    finally:
+        module._parameters.update(weights)
 
 
 def checkpoint_activations(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> bool:
@@ -179,7 +206,7 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that gives a model of 16 bits its inputs in 16 bits."""
+    """A hook that gives a model of 16 bits its inputs in 16 bits, as FSDP does by itself."""
 
     def cast(value: Any) -> Any:
         is_floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -309,19 +336,28 @@ def loading(accelerator: Accelerator, state: Path) -> Iterator[None]:
 
     Raises: UserError when it holds more than data.
     """
-    backend = backend_of(accelerator)
-    if backend == FSDP:
-        for file in state.rglob(".metadata"):
-            _check_metadata(file)
+    try:
+        with saving(accelerator), data_only(backend_of(accelerator), state):
+            yield
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{state} holds more than data, so it was not loaded: {error}") from error
+
+
+@contextmanager
+def data_only(backend: str, state: Path) -> Iterator[None]:
+    """Context in which torch loads data and nothing else, whatever the caller asks for.
+
+    Raises: UnpicklingError when a file below `state` holds something else.
+    """
+    for file in state.rglob(".metadata"):  # of FSDP; torch unpickles it unasked
+        with file.open("rb") as content:
+            _MetadataReader(content).load()
+    classes = _deepspeed_classes() if backend == DEEPSPEED else []
     before = os.environ.get(FORCE_WEIGHTS_ONLY)
     os.environ[FORCE_WEIGHTS_ONLY] = "1"  # DeepSpeed asks torch for the opposite
     try:
-        with saving(accelerator), torch.serialization.safe_globals(
-            _deepspeed_classes() if backend == DEEPSPEED else []
-        ):
+        with torch.serialization.safe_globals(classes):
             yield
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{state} holds objects that could run code, so it was not loaded") from error
     finally:
         del os.environ[FORCE_WEIGHTS_ONLY]
         if before is not None:
@@ -337,14 +373,8 @@ def _deepspeed_classes() -> list[Any]:
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
-def _check_metadata(file: Path) -> None:
-    """Read the table of contents of a sharded checkpoint, which torch unpickles unasked."""
-    with file.open("rb") as content:
-        _MetadataReader(content).load()
-
-
 class _MetadataReader(pickle.Unpickler):
-    """Knows the few classes that such a table is made of."""
+    """Reads the table of contents of a sharded checkpoint, made of a few known classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
