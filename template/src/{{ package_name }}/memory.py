@@ -412,12 +412,11 @@ def _fsdp(step: Step, setup: Setup) -> Estimate:
     weights, optimizer = FP32 * step.parameters * share, FP32 * step.optimizer_elements * share
     gradients = FP32 * step.trained * share
     update = step.update * FP32 / setup.itemsize * share
-    # While one unit computes, the next one arrives and is unpacked. The root stays whole.
-    gathered = step.root + sum(step.units[:3])
+    # While one unit computes, the next one arrives. The root stays whole.
+    gathered = step.root + sum(step.units[:2])
     if setup.sharding == "grad-op":
         gathered = step.parameters
-    # The gradients of one unit are made while those of the ones before are summed and on their way.
-    reduced = max(sum(step.units[:3]), step.root)
+    reduced = max((*step.units[:1], step.root))  # gradients on their way, as one block
     communication = setup.itemsize * (gathered + reduced)
     if setup.cpu_offload == "all":
         host = (weights + optimizer + gradients + update) * setup.num_gpus
