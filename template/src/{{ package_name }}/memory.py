@@ -254,11 +254,11 @@ def _run(
         modes.enter_context(meter)
         model = build_model(config.model, datasets).train()
         units, root = _units(model, setup)
+        if setup.backend != "ddp" and setup.precision != "fp32":
+            _convert(model, DTYPES[setup.precision])  # what it computes with; sharded are 32 bits
+            backend.choose_precision_by_operation(model, _autocast(setup))
         if setup.activation_checkpointing:
             backend.checkpoint_activations(model, setup.units(model))
-        if setup.backend != "ddp":  # the model computes with a copy of the weights in 16 bit
-            _convert(model, DTYPES[setup.precision])
-            batch = {name: _cast(value, DTYPES[setup.precision]) for name, value in batch.items()}
         optimizer = build_optimizer(model, config)
         for group in optimizer.param_groups:
             group["foreach"] = on_gpu  # torch's own choice on a GPU
@@ -304,15 +304,12 @@ def _run(
     )
 
 
-def _autocast(setup: Setup) -> Any:
-    """DeepSpeed's engine has no autocast; its weights and inputs are of 16 bit."""
-    if setup.precision == "fp32" or setup.backend == "deepspeed":
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", DTYPES[setup.precision])
+def _autocast(setup: Setup) -> torch.autocast:
+    return torch.autocast("cpu", DTYPES[setup.precision], enabled=setup.precision != "fp32")
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights and buffers in this type, in place (`Module.to` cannot move fake tensors)."""
+    """Weights in this type, in place (`Module.to` cannot do it with fake tensors)."""
     made: dict[int, nn.Parameter] = {}  # shared ones stay shared
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -321,14 +318,6 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
                     data = parameter.detach().to(dtype)
                     made[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = _cast(buffer, dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if floating else value
 
 
 def _units(model: nn.Module, setup: Setup) -> tuple[dict[str, int], int]:
@@ -423,12 +412,11 @@ def _fsdp(step: Step, setup: Setup) -> Estimate:
     weights, optimizer = FP32 * step.parameters * share, FP32 * step.optimizer_elements * share
     gradients = FP32 * step.trained * share
     update = step.update * FP32 / setup.itemsize * share
-    # While one unit computes, the next one arrives and is unpacked. The root stays whole.
-    gathered = step.root + sum(step.units[:3])
+    # While one unit computes, the next one arrives. The root stays whole.
+    gathered = step.root + sum(step.units[:2])
     if setup.sharding == "grad-op":
-        gathered = step.parameters + sum(step.units[:1])
-    # The gradients of one unit are made while those of the ones before are summed and on their way.
-    reduced = max(sum(step.units[:3]), step.root)
+        gathered = step.parameters
+    reduced = max((*step.units[:1], step.root))  # gradients on their way, as one block
     communication = setup.itemsize * (gathered + reduced)
     if setup.cpu_offload == "all":
         host = (weights + optimizer + gradients + update) * setup.num_gpus
