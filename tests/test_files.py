@@ -475,7 +475,8 @@ def test_launch_on_the_cpu_keeps_the_backend(
     output = run(recorder / "launch.sh", "--cpu", "train", code=75, env=CLEAN).splitlines()
     assert f"ACCELERATE_USE_CPU={use_cpu}" in output
     assert "PYTHONPATH=" + ":".join(str(recorder / folder) for folder in ["src", *python_path]) in output
-    assert ("export CUDA_VISIBLE_DEVICES=\n" in (recorder / "launch.sh").read_text()) == (backend == "deepspeed")
+    hides_gpus = "export CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu\n" in (recorder / "launch.sh").read_text()
+    assert hides_gpus == (backend == "deepspeed")
     output = run(recorder / "launch.sh", "train", code=75, env=CLEAN).splitlines()
     assert "ACCELERATE_USE_CPU=" in output and f"PYTHONPATH={recorder / 'src'}" in output
 

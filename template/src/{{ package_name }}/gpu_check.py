@@ -187,6 +187,12 @@ def judge_precision(facts: Mapping[str, Any], wanted: str, cpu: bool) -> Line:
     if cpu:
         return not_shown(f"matrix products on the CPU: {found}; {wanted} is asked for")
     name = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8"}[wanted]
+    if wanted == "fp8" and name not in products:
+        return warn(
+            f"no layer computes in fp8: {found}",
+            "torchao converts linear layers whose sizes divide by 16, the first and the last left "
+            "alone: bf16 does the same for a model without them",
+        )
     if name not in products:
         return fail(
             f"{wanted} is asked for, but matrix products are: {found}",
