@@ -155,7 +155,7 @@ def test_smoke_run_learns_and_leaves_the_tree_clean(smoked: Smoke, name: str):
 
 def test_smoke_run_uses_two_processes(smoked: Smoke):
     _, run_folder, _ = smoked("default")
-    assert "2 process(es) on cpu, MULTI_CPU" in (run_folder / "train.log").read_text()
+    assert "2 process(es) on cpu, DDP" in (run_folder / "train.log").read_text()
 
 
 def test_smoke_trains_again(smoked: Smoke):

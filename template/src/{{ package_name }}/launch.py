@@ -8,9 +8,11 @@ failed rank, and a stop that was saved ends with EXIT_PREEMPTED.
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate.commands.launch import (
@@ -30,6 +32,9 @@ from .errors import EXIT_PREEMPTED, EXPLAINED, LAUNCHER_VARIABLE, NOTE_VARIABLE,
 # them at once; the agent would ask them with SIGTERM and wait for 30 seconds.
 CLOSING = signal.SIGRTMAX
 
+# Where DeepSpeed's kernels, which are compiled on their first use, are kept.
+KERNELS_VARIABLE = "TORCH_EXTENSIONS_DIR"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start training as the configuration file says. Returns the exit code."""
@@ -38,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, environment = prepare_simple_launcher_cmd_env(arguments)
         os.execvpe(command[0], command, environment)
 
+    if arguments.use_deepspeed:
+        threads = len(os.sched_getaffinity(0)) * arguments.num_machines // arguments.num_processes
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
+        if KERNELS_VARIABLE not in os.environ:
+            os.environ[KERNELS_VARIABLE] = str(_kernels_of_this_machine())
     import torch.distributed.run  # noqa: F401  (the agent, whose loggers are to be quiet)
 
     # The agent would die of SIGUSR1, which Slurm sends ahead of a time limit.
@@ -80,6 +90,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SignalException as stop:
             return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + int(stop.sigval)
     return 0
+
+
+def _kernels_of_this_machine() -> Path:
+    """The folder of compiled kernels, cleared of locks that killed processes left behind.
+
+    A process that finds a lock waits for it without end. That nobody holds a lock can be known of
+    processes of this machine only, so each machine has a folder of its own.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "torch_extensions" / socket.gethostname()
+    locks = list(folder.glob("*/lock"))
+    held = set(_open_files()) if locks else set()
+    for lock in locks:
+        if str(lock.resolve()) not in held:
+            lock.unlink(missing_ok=True)
+    return folder
+
+
+def _open_files() -> Iterator[str]:
+    """Files that processes of this machine have open, as far as this user may know."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            yield str(descriptor.readlink())
 
 
 def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
