@@ -362,8 +362,8 @@ def _check_shapes(folder: Path, here: dict[str, list[int]]) -> None:
 
 def _misfit(folder: Path, detail: str) -> UserError:
     return UserError(
-        f"{folder} does not fit this model ({detail}): take the model and configuration that it "
-        "was made with, or give another run_name"
+        f"{folder} does not fit this model and optimizer ({detail}): take the model and "
+        "configuration that it was made with, or give another run_name"
     )
 
 
