@@ -264,28 +264,34 @@ def effective_precision(accelerator: Accelerator, model: nn.Module) -> str:
 def full_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     """All weights in full precision, named as in a fresh model. Collective.
 
-    Returns: on the main process all of them; what the others get is not complete.
+    Names of shared weights get the same tensor. Returns: nothing but on the main process.
     """
-    if backend_of(accelerator) != DEEPSPEED:
-        weights: dict[str, Tensor] = accelerator.get_state_dict(model)
-        return weights
+    named = accelerator.unwrap_model(model).state_dict(keep_vars=True)
+    if backend_of(accelerator) == DEEPSPEED:
+        found = _deepspeed_weights(accelerator, named)
+    else:
+        found = accelerator.get_state_dict(model)
+    if not accelerator.is_main_process:
+        return {}
+    first_name: dict[int, str] = {}
+    return {name: found[first_name.setdefault(id(value), name)] for name, value in named.items()}
+
+
+def _deepspeed_weights(accelerator: Accelerator, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's copies in 32 bits, each put together from all ranks."""
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    module: nn.Module = accelerator.unwrap_model(model)
-    full: dict[int, Tensor] = {}
-    for parameter in module.parameters():
-        value = safe_get_full_fp32_param(parameter)
-        if value is None:  # not trained, so the optimizer keeps no copy in fp32
-            with zero.GatheredParameters([parameter]):
-                value = parameter.detach().clone()
+    found = {}
+    for name, value in named.items():
+        full = safe_get_full_fp32_param(value) if value.requires_grad else None
+        if full is None:  # a buffer, or not trained
+            is_parameter = isinstance(value, nn.Parameter)
+            with zero.GatheredParameters([value]) if is_parameter else nullcontext():
+                full = value.detach().clone()
         if accelerator.is_main_process:
-            full[id(parameter)] = value.float().cpu()
-    named = module.state_dict(keep_vars=True)
-    return {
-        name: full.get(id(value), value.float() if value.is_floating_point() else value)
-        for name, value in named.items()
-    }
+            found[name] = (full.float() if full.is_floating_point() else full).cpu()
+    return found
 
 
 def shapes(accelerator: Accelerator, model: nn.Module) -> dict[str, list[int]]:
