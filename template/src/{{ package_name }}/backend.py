@@ -22,6 +22,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from .config import TrainConfig
 from .errors import UserError
@@ -148,7 +149,25 @@ def prepare(
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *loaders)
     if backend == DEEPSPEED and dtype is not None:
         model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)
+    if isinstance(prepared[0], DistributedDataParallel) and not prepared[0].find_unused_parameters:
+        settle_buckets(prepared[0])
     return prepared
+
+
+def settle_buckets(model: DistributedDataParallel) -> None:
+    """Have DDP choose its buckets of gradients before the first step. Collective.
+
+    It chooses them anew after the first backward pass of a start. More than two numbers round to
+    another sum in another order, which the place in a bucket decides: a run that was stopped would
+    end with other bits than one that was not. So this is that first pass, of gradients that are 0.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.reducer.prepare_for_backward([])
+    zeros = [parameter.sum() * 0 for parameter in parameters]
+    torch.stack([zero.float() for zero in zeros]).sum().backward()
+    model.reducer._rebuild_buckets()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def choose_precision_by_operation(model: Any, autocast: torch.autocast) -> None:
