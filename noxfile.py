@@ -1,6 +1,7 @@
 """What is checked, and how: `python3 bootstrap.py test` runs the default sessions.
 
-lint, render, smoke   run by default, in this order
+lint, render, smoke,
+slurm                 run by default, in this order; slurm needs root, or sudo without a password
 bench                 speed, as ratios
 newcomer              both commands on a machine that has nothing (needs root and debootstrap)
 
@@ -10,6 +11,8 @@ One session: `.venv/bin/nox -s render -- -k docker` (what follows `--` goes to p
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,15 +21,17 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bootstrap
+from tests.support import slurm as cluster
 from tools.sources import sources
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "render", "smoke"]
+nox.options.sessions = ["lint", "render", "smoke", "slurm"]
 nox.options.default_venv_backend = "none"
 
 TESTS_VENV = bootstrap.BUILD / "tests-venv"
 SMOKE_TESTS = "tests/test_smoke*.py"
 LINT_TESTS = "tests/test_repository.py"
+SLURM_TESTS = "tests/test_slurm.py"
 
 
 class Tools:
@@ -36,12 +41,21 @@ class Tools:
         self.session = session
         self.bin = bootstrap.make_venv(TESTS_VENV, bootstrap.ROOT / "requirements" / "tests.txt") / "bin"
 
-    def run(self, program: str, *arguments: str) -> None:
-        environment = {
+        self.environment = {
             "PATH": os.pathsep.join([str(self.bin), os.environ["PATH"]]),
             "PYTHONPATH": str(bootstrap.ROOT),  # bootstrap, tools
         }
-        self.session.run(str(self.bin / program), *arguments, env=environment, external=True)
+
+    def run(self, program: str, *arguments: str) -> None:
+        self.session.run(str(self.bin / program), *arguments, env=self.environment, external=True)
+
+    def run_as_root(self, program: str, *arguments: str) -> None:
+        """What root makes would stay root's, so it makes no caches."""
+        if os.geteuid() == 0:
+            return self.run(program, *arguments)
+        variables = [f"{name}={value}" for name, value in {**self.environment, "PYTHONDONTWRITEBYTECODE": "1"}.items()]
+        command = ["sudo", "--non-interactive", "env", *variables, str(self.bin / program), *arguments]
+        self.session.run(*command, "-p", "no:cacheprovider", external=True)
 
     def pytest(self, *arguments: str) -> None:
         self.run("pytest", *arguments, *self.session.posargs)
@@ -66,7 +80,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def render(session: nox.Session) -> None:
     """Valid answers give files that their consumers accept; the others are refused."""
-    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", f"--ignore={LINT_TESTS}")
+    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", f"--ignore={LINT_TESTS}", f"--ignore={SLURM_TESTS}")
 
 
 @nox.session
@@ -74,6 +88,31 @@ def smoke(session: nox.Session) -> None:
     """Rendered projects, set up by their own `make setup`, train for real on two processes."""
     smoke_tests = sorted(str(path.relative_to(bootstrap.ROOT)) for path in bootstrap.ROOT.glob(SMOKE_TESTS))
     Tools(session).pytest(*smoke_tests)
+
+
+@nox.session
+def slurm(session: nox.Session) -> None:
+    """Rendered projects train, are stopped and go on in a real cluster of two nodes on this machine."""
+    install = "apt-get install --yes --no-install-recommends " + " ".join(cluster.PACKAGES)
+    if not can_be_root():
+        reason = "a cluster needs root, or sudo without a password: run `sudo nox -s slurm`"
+        if os.environ.get("CI"):
+            session.error(reason)
+        session.skip(reason)
+    sudo = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
+    if cluster.missing():
+        if not shutil.which("apt-get"):
+            session.error(f"there is no apt-get here to install what is missing: {', '.join(cluster.missing())}")
+        session.run(*sudo, "apt-get", "--quiet", "update", external=True)
+        session.run(*sudo, "env", "DEBIAN_FRONTEND=noninteractive", *install.split(), external=True)
+    Tools(session).run_as_root("pytest", SLURM_TESTS, *session.posargs)
+
+
+def can_be_root() -> bool:
+    sudo = ["sudo", "--non-interactive", "true"]
+    return os.geteuid() == 0 or (
+        bool(shutil.which("sudo")) and not subprocess.run(sudo, capture_output=True).returncode
+    )
 
 
 @nox.session(default=False)

@@ -44,7 +44,7 @@ def write(contents: Files, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def projects(renderer: Renderer, variants: list[Answers], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
     root = tmp_path_factory.mktemp("variants")
-    defaults = {"image_registry": "", "shm_size": "16gb", "ssh": "no", "num_gpus": 0}
+    defaults = {"image_registry": "", "shm_size": "16gb", "ssh": "no", "num_gpus": 0, "container_runtime": "none"}
     return [
         Project(defaults | renderer.answer(given), write(renderer.contents(given), root / f"{number:03}"))
         for number, given in enumerate(variants)
@@ -58,6 +58,10 @@ def default(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def has_gpu(answers: Answers) -> bool:
     return bool(answers["gpu"] != "none" and answers["num_gpus"] > 0)
+
+
+def in_container(answers: Answers) -> bool:
+    return bool(answers["deployment"] == "docker" or answers["container_runtime"] != "none")
 
 
 def forms(projects: list[Project], name: str) -> Iterator[Project]:
@@ -129,7 +133,7 @@ def test_no_jinja_is_left(projects: list[Project]):
 
 def test_scripts_can_be_run(projects: list[Project]):
     for _, folder in projects:
-        for path in [folder / "launch.sh", *folder.glob("scripts/*")]:
+        for path in [folder / "launch.sh", *folder.glob("scripts/*"), *folder.glob("slurm/*.sh")]:
             assert path.read_text().startswith("#!/usr/bin/env "), path
             assert path.stat().st_mode & 0o111 == 0o111, path
 
@@ -162,7 +166,11 @@ def test_free_text_arrives_unchanged(projects: list[Project]):
 
 
 def test_shell_scripts(projects: list[Project]):
-    names = {str(path.relative_to(folder)) for _, folder in projects for path in folder.glob("scripts/*.sh")}
+    names = {
+        str(path.relative_to(folder))
+        for _, folder in projects
+        for path in [*folder.glob("scripts/*.sh"), *folder.glob("slurm/*.s*")]
+    }
     scripts = paths(projects, "launch.sh", *sorted(names))
     run("shellcheck", *scripts)
     run("shfmt", "--diff", "--indent=2", *scripts)
@@ -301,8 +309,7 @@ def test_ci_takes_torch_for_the_cpu(projects: list[Project]):
             setup = (project.folder / "scripts/setup.sh").read_text()
             by_default = "TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" in setup
             assert by_default != bool(re.search(r"TORCH_INDEX.*/whl/cpu", content))
-            local = project.answers["deployment"] == "local" and has_gpu(project.answers)
-            assert by_default != local
+            assert by_default != (has_gpu(project.answers) and not in_container(project.answers))
             for step in ("make lint", "make test", "make smoke", "scripts/check_tree.sh"):
                 assert step in content
 
@@ -331,12 +338,18 @@ def expected_targets(answers: Answers) -> set[str]:
         wanted.add("jupyter")
     if has_gpu(answers):
         wanted |= {"gpus", "gpu-check"}
-    if answers["deployment"] == "docker":
-        wanted |= {"build", "shell"}
+    if in_container(answers):
+        wanted.add("build")
         if answers["image_registry"]:
             wanted.add("push")
+    if answers["deployment"] == "docker":
+        wanted.add("shell")
         if answers["ssh"] == "yes":
             wanted.add("ssh")
+    elif answers["deployment"] == "slurm":
+        wanted |= {"submit", "status", "cancel"}
+        if in_container(answers):
+            wanted.add("image")
     return wanted
 
 
@@ -369,8 +382,8 @@ def test_make_n_of_every_target(projects: list[Project]):
             env={"PATH": "/nowhere", "RUN": "a", "ARGS": "-b"},
         )
         assert "./launch.sh train --config configs/train.yaml --run_name a -b\n" in printed
-        in_container = "docker compose run --rm train ./launch.sh train" in printed
-        assert in_container == (project.answers["deployment"] == "docker")
+        by_compose = "docker compose run --rm train ./launch.sh train" in printed
+        assert by_compose == (project.answers["deployment"] == "docker")
         assert "--trust" not in printed
 
 
@@ -390,8 +403,11 @@ def test_readme_names_targets_and_files_that_exist(projects: list[Project]):
         assert named <= targets(project.folder), project.answers
         first = re.search(r"^```sh\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
         assert first
-        setup = "make build" if project.answers["deployment"] == "docker" else "make setup"
-        assert first[1].splitlines() == [setup, "make train"]
+        train = "make submit" if project.answers["deployment"] == "slurm" else "make train"
+        steps = ["make build", train] if in_container(project.answers) else ["make setup", train]
+        if project.answers["deployment"] == "slurm" and in_container(project.answers):
+            steps = ["make build" + (" push" if project.answers["image_registry"] else ""), "make image", train]
+        assert first[1].splitlines() == steps
         for cell in re.findall(r"^\| (`.*?) \|", content.split("## What is where")[1].split("##")[0], re.MULTILINE):
             for path in re.findall(r"`([^`]+)`", cell):
                 assert list(project.folder.glob(path)) or list(project.folder.glob(f"src/*/{path}")), path

@@ -52,7 +52,10 @@ REFUSED_ON_THE_COMMAND_LINE: list[tuple[Answers, str]] = [
     ({"num_machines": 2, "checkpoint_volume": "checkpoints"}, "an absolute path that all 2 machines see"),
     ({"deployment": "local", "shm_size": "16gb"}, "shm_size is only for deployment=docker"),
     ({"description": "two\nlines"}, "description must be one line of plain text"),
+    ({"deployment": "slurm", "time_limit": "90"}, "time_limit must be hours, minutes and seconds such as 12:00:00"),
 ]
+
+SLURM: Answers = {"deployment": "slurm"}
 
 # In this process: the same engine, many times.
 REFUSED: list[tuple[Answers, str]] = [
@@ -164,6 +167,46 @@ REFUSED: list[tuple[Answers, str]] = [
     ({"jupyter": "maybe"}, "'maybe' is not in"),
     ({"deployment": "local", "ssh": "no"}, "ssh is only for deployment=docker"),
     ({"deployment": "local", "image_registry": ""}, "image_registry is only for deployment=docker"),
+    ({"deployment": "slurm", "image_registry": ""}, "or slurm with a container_runtime: leave it out"),
+    *(
+        ({name: ""}, f"{name} is only for deployment=slurm")
+        for name in ("partition", "account", "qos", "time_limit", "constraint", "sbatch_options", "modules")
+    ),
+    ({"container_runtime": "none"}, "container_runtime is only for deployment=slurm"),
+    *(
+        (SLURM | {name: value}, f"{name} must be a name as Slurm lists it")
+        for name in ("partition", "account", "qos")
+        for value in ("a b", "$USER", "a\n#SBATCH --wrap=id", "-x", "a=b", "é", "a" * 64, "a,")
+    ),
+    (SLURM | {"account": "a,b"}, "account must be a name"),
+    *(
+        (SLURM | {"time_limit": time}, "time_limit must be hours, minutes and seconds")
+        for time in ("60", "12:00", "1-00", "12:60:00", "forever", "12:00:00\n", "1000-00:00:00", "-1:00:00")
+    ),
+    (SLURM | {"time_limit": "0:05:59"}, "time_limit must be at least 360 seconds"),
+    (SLURM | {"time_limit": "1:00:00", "preemption_grace_seconds": 1800}, "must be at least 3720 seconds"),
+    *(
+        (SLURM | {"constraint": value}, "constraint must be features joined by & or |")
+        for value in ("a b", "a&", "|a", "a;b", "$(id)", "a\n", "!a")
+    ),
+    *(
+        (SLURM | {"sbatch_options": value}, "sbatch_options must be options on one line")
+        for value in (" --exclusive", "--a  --b", "--a\n--b", "--a\t--b", "--é", "--exclusive ")
+    ),
+    *(
+        (SLURM | {"sbatch_options": value}, "sbatch_options must be long options of sbatch")
+        for value in ("-N2", "--mem 4G", "--x=$HOME", "--x=`id`", "--x='a'", "#", "--comment=a#b", "--X", "--x=")
+    ),
+    (SLURM | {"sbatch_options": "--nodes=2"}, "must not hold --nodes: answer num_machines instead"),
+    (SLURM | {"sbatch_options": "--exclusive --time=1"}, "must not hold --time: answer time_limit instead"),
+    (SLURM | {"sbatch_options": "--no-requeue"}, "must not hold --no-requeue: the project sets it itself"),
+    (SLURM | {"gpu": "gb200", "container_runtime": "pyxis"}, "container_runtime=pyxis needs an x86-64 machine"),
+    (SLURM | {"container_runtime": "docker"}, "'docker' is not in"),
+    (SLURM | {"container_runtime": "pyxis", "modules": ""}, "modules is only for container_runtime=none"),
+    *((SLURM | {"modules": value}, "modules must be names") for value in ("a;id", "a  b", " a", "$(id)", "a\n", "-f")),
+    (SLURM | {"shm_size": "16gb"}, "shm_size is only for deployment=docker"),
+    (SLURM | {"num_machines": 2, "checkpoint_volume": "runs"}, "an absolute path that all 2 machines see"),
+    (SLURM | {"checkpoint_volume": "slurm/logs"}, "checkpoint_volume must not be 'slurm/logs'"),
 ]
 
 
@@ -383,9 +426,16 @@ def test_preset_with_data_file(template: Path, renderer: Renderer, tmp_path: Pat
     assert "on each of" not in result.stderr
 
 
-def test_preset_for_several_machines_says_that_each_takes_part(template: Path, tmp_path: Path) -> None:
+def test_preset_of_a_cluster_says_how_to_submit(template: Path, tmp_path: Path) -> None:
     preset = ROOT / "presets" / "cluster-2x8xh100.yml"
     result = run_copier("copy", "--defaults", "--data-file", preset, template, tmp_path / "project")
+    assert result.returncode == 0, result.stderr
+    assert "make setup && make submit" in result.stderr
+    assert "on each of the 2 machines" not in result.stderr
+
+
+def test_several_machines_without_slurm_say_that_each_takes_part(template: Path, tmp_path: Path) -> None:
+    result = run_copier("copy", "--defaults", "--data", "num_machines=2", template, tmp_path / "project")
     assert result.returncode == 0, result.stderr
     assert "Both run on each of the 2 machines: README.md" in result.stderr
 
@@ -398,6 +448,8 @@ def test_an_organisations_settings_are_defaults(
     moot = {"num_gpus": 8, "num_machines": 4, "gpu_capability": "9.0", "backend": "fsdp", "sharding": "hybrid"}
     moot |= {"cpu_offload": "optimizer", "activation_checkpointing": "yes"}
     moot |= {"ssh": "yes", "shm_size": "64gb", "image_registry": "registry.example.com"}
+    moot |= {"partition": "gpu", "account": "team-1", "qos": "high", "time_limit": "12:00:00", "constraint": "a100"}
+    moot |= {"sbatch_options": "--exclusive", "container_runtime": "apptainer", "modules": "cuda"}
     settings_file = tmp_path / "settings.yml"
     settings_file.write_text(yaml.safe_dump({"defaults": seen | moot}))
     monkeypatch.setenv("COPIER_SETTINGS_PATH", str(settings_file))

@@ -127,7 +127,7 @@ def test_exactly_the_combinations_that_make_sense(renderer: Renderer, machines: 
     wanted = set()
     counts = itertools.product(VALUES["num_gpus"], VALUES["num_machines"])
     for (num_gpus, num_machines), gpu, precision, deployment in itertools.product(
-        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local")
+        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local", "slurm")
     ):
         for backend, shardings in SHARDING.items():
             for sharding in shardings:
@@ -190,7 +190,8 @@ ALWAYS = {
     "scripts/smoke.sh",
     "scripts/update.sh",
 }
-DOCKER = {".dockerignore", "Dockerfile", "compose.yaml"}
+IMAGE = {".dockerignore", "Dockerfile"}
+SLURM = {"slurm/job.sh", "slurm/jobs.sh", "slurm/logs/.gitignore", "slurm/train.sbatch"}
 CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
 
 
@@ -199,8 +200,12 @@ def expected_files(answers: Answers) -> set[str]:
     expected = ALWAYS | CI[answers["ci"]]
     expected |= {f"src/{answers['package_name']}/{path.name}" for path in source.glob("*.py")}
     expected |= {f"tests/{path.name.removesuffix('.jinja')}" for path in ROOT.glob("template/tests/*.py*")}
+    if answers["deployment"] == "docker" or answers.get("container_runtime", "none") != "none":
+        expected |= IMAGE
     if answers["deployment"] == "docker":
-        expected |= DOCKER
+        expected |= {"compose.yaml"}
+    if answers["deployment"] == "slurm":
+        expected |= SLURM
     if answers.get("ssh") == "yes":
         expected |= {"scripts/sshd.sh"}
     if answers.get("backend") == "deepspeed":
@@ -223,7 +228,7 @@ def test_answers_are_remembered_as_given(everything: list[Variant]) -> None:
 def test_scripts_can_be_run(everything: list[Variant]) -> None:
     for variant in everything:
         runnable = {name for name, (_, executable) in variant.files.items() if executable}
-        assert runnable == {name for name in variant.files if name == "launch.sh" or name.startswith("scripts/")}
+        assert runnable == {name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*", name)}
 
 
 def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) -> None:
@@ -291,7 +296,7 @@ def test_text_is_tidy(machines: list[Variant]) -> None:
 
 
 def test_shell_scripts(machines: list[Variant], tmp_path: Path) -> None:
-    scripts = on_disk(machines, r".*\.sh", tmp_path)
+    scripts = on_disk(machines, r".*\.(sh|sbatch)", tmp_path)
     run("shellcheck", *scripts)
     run("shfmt", "--diff", "--indent=2", *scripts)
 

@@ -27,6 +27,13 @@ VALUES: dict[str, list[Any]] = {
     "num_machines": [1, 2],
     "checkpoint_volume": ["checkpoints", "/mnt/checkpoints"],
     "preemption_grace_seconds": [120, 600],
+    "partition": ["", "gpu"],
+    "account": ["", "team-1"],
+    "qos": ["", "high"],
+    "time_limit": ["", "12:00:00"],
+    "constraint": ["", "a100&nvlink"],
+    "sbatch_options": ["", "--exclusive --gres=gpu:a100:4"],
+    "modules": ["", "python/3.12 cuda/13.0"],
     "image_registry": ["", "registry.example.com:5000/team"],
     "shm_size": ["16gb", "64gb"],
 }
