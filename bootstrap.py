@@ -209,8 +209,8 @@ def demo(folder: str | None) -> None:
     run(["make", "--no-print-directory", "smoke", *environment], cwd=project)
     print()
     say(f"done in {time.monotonic() - started:.0f} s; the project is {project}")
-    command = [copier[0], "copy", str(ROOT), str(ROOT.parent / "my-project")]
-    command = [os.path.relpath(word) if word.startswith("/") else word for word in command]
+    # The template by its full path: the project remembers where its updates come from.
+    command = [os.path.relpath(copier[0]), "copy", str(ROOT), os.path.relpath(ROOT.parent / "my-project")]
     say(f"next, a project for your machine (it asks what you have): {shlex.join(command)}")
 
 

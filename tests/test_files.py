@@ -382,7 +382,7 @@ def test_make_n_of_every_target(projects: list[Project]):
             env={"PATH": "/nowhere", "RUN": "a", "ARGS": "-b"},
         )
         assert "./launch.sh train --config configs/train.yaml --run_name a -b\n" in printed
-        by_compose = "docker compose run --rm train ./launch.sh train" in printed
+        by_compose = "scripts/compose.sh run --rm train ./launch.sh train" in printed
         assert by_compose == (project.answers["deployment"] == "docker")
         assert "--trust" not in printed
 
@@ -781,3 +781,47 @@ def test_update_needs_git_a_clean_tree_and_copier(copy: Path, tmp_path: Path):
     run("git", "commit", "-qm", "start", cwd=copy)
     output = run(script, "--defaults", "--data", "num_gpus=8", env=env)
     assert output == "update|--defaults|--data|num_gpus=8|"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [(".", False), ("../template", False), ("/nowhere", False), (str(ROOT), True), ("https://example.org/a.git", True)],
+)
+def test_update_says_where_the_template_is_sought(repository: Path, tmp_path: Path, source: str, is_found: bool):
+    answers = repository / ".copier-answers.yml"
+    answers.write_text(re.sub(r"^_src_path: .*$", f"_src_path: {source}", answers.read_text(), flags=re.MULTILINE))
+    run("git", "commit", "-qam", "moved", cwd=repository)
+    executable(tmp_path / "bin/copier", "#!/bin/bash\necho updated\n")
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    output = run(repository / "scripts/update.sh", code=0 if is_found else 1, env=env)
+    if is_found:
+        assert output == "updated\n"
+    else:
+        assert output.startswith(f"error: the template is not at '{source}', seen from here: write its address")
+
+
+@pytest.mark.parametrize(
+    ("docker", "sentence"),
+    [
+        (None, "Docker was not found: install Docker Engine"),
+        ("[[ $1 != compose ]]", "Docker's Compose plugin is missing: install docker-compose-plugin"),
+        ("[[ $1 == compose ]]", "Docker's daemon does not answer: start it"),
+    ],
+)
+def test_compose_says_what_is_missing(copy: Path, tmp_path: Path, docker: str | None, sentence: str):
+    for tool in ("bash", "env", "dirname"):
+        found = shutil.which(tool)
+        assert found
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / tool).symlink_to(found)
+    if docker:
+        executable(tmp_path / "bin/docker", f"#!/bin/bash\n{docker}\n")
+    output = run(copy / "scripts/compose.sh", "run", "train", code=1, env={"PATH": str(tmp_path / "bin")})
+    assert output.startswith(f"error: {sentence}") and output.count("\n") == 1
+
+
+def test_compose_passes_everything_on(copy: Path, tmp_path: Path):
+    executable(tmp_path / "bin/docker", '#!/bin/bash\nprintf "%s|" "$PWD" "$@"\n')
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    output = run(copy / "scripts/compose.sh", "run", "--rm", "train", "a b", cwd=tmp_path, env=env)
+    assert output == f"{copy}|compose|run|--rm|train|a b|"

@@ -108,7 +108,8 @@ def check_project(rendered: Files, answers: Answers, checked: set[Any], folder: 
     assert project["name"] == platform["project"] == remembered["project_slug"]
     assert f"src/{remembered['package_name']}/train.py" in rendered
     for name in set(answers) & set(remembered):
-        assert str(remembered[name]) == str(answers[name]).strip(), name
+        given = str(answers[name]).strip()
+        assert remembered[name] == (int(given) if isinstance(remembered[name], int) else given), name
 
 
 def check_refusal(refusal: Exception) -> None:

@@ -262,6 +262,12 @@ def test_your_own_script(project: Render):
     run(f"bash -c {shlex.quote(copy)}", folder)
     [accuracy] = re.findall(r"test accuracy ([\d.]+)", run(f"bash -c {shlex.quote(on_cpu)}", folder))
     assert float(accuracy) > 0.8
+    script = folder / "src" / "my_project" / "finetune.py"
+    script.write_text(script.read_text() + "\nraise SystemExit(3)\n")
+    assert "ended with exit code" in run("./launch.sh --cpu finetune", folder, code=3)
+    script.write_text("import sys\nprint(__name__, sys.argv[1:], __spec__.name)\n")
+    lines = run("./launch.sh --cpu finetune --a 1", folder).splitlines()
+    assert lines == ["__main__ ['--a', '1'] my_project.finetune"] * 2
 
 
 @pytest.mark.parametrize("name", ["default", "cpu"])

@@ -203,7 +203,7 @@ def expected_files(answers: Answers) -> set[str]:
     if answers["deployment"] == "docker" or answers.get("container_runtime", "none") != "none":
         expected |= IMAGE
     if answers["deployment"] == "docker":
-        expected |= {"compose.yaml"}
+        expected |= {"compose.yaml", "scripts/compose.sh"}
     if answers["deployment"] == "slurm":
         expected |= SLURM
     if answers.get("ssh") == "yes":

@@ -15,6 +15,10 @@ command -v copier >/dev/null ||
 [[ -z $(git status --porcelain) ]] ||
   fail "an update needs a clean work tree: commit or stash what 'git status' shows"
 
+source=$(sed -n 's/^_src_path: *//p' .copier-answers.yml)
+[[ $source == *:* || -e ${source/#\~/$HOME}/copier.yml ]] ||
+  fail "the template is not at '$source', seen from here: write its address or full path after _src_path: in .copier-answers.yml, commit that, and update again"
+
 copier update "$@"
 
 conflicts=$(git ls-files --unmerged | cut -f 2 | sort -u)

@@ -1,12 +1,10 @@
 """Failures that a person can mend: one sentence, no traceback."""
 
-import atexit
 import errno
 import os
 import re
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -51,7 +49,7 @@ class UserError(Exception):
 def run(main: Callable[[], int | None]) -> None:
     """Run a command's `main` and leave with its exit code."""
     try:
-        end(main() or 0)
+        sys.exit(main() or 0)
     except UserError as error:
         # All ranks find the same fault. The first of a machine says it; the others would end the
         # job before it does, so they wait to be stopped.
@@ -75,23 +73,6 @@ def run(main: Callable[[], int | None]) -> None:
     # At once: an orderly exit would wait for the process group, and so for the other ranks.
     sys.stdout.flush()
     os._exit(EXIT_ERROR)
-
-
-def end(code: int) -> None:
-    """Leave with this exit code; as one rank of several, before Python takes itself apart.
-
-    A thread of gloo may only then let go of the last message, and would abort the process: it frees
-    a tensor of a Python that has gone.
-    """
-    if "RANK" not in os.environ:
-        sys.exit(code)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def describe(error: BaseException, volume: Path | None = None) -> str:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate.commands.launch import (
@@ -43,7 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, environment = prepare_simple_launcher_cmd_env(arguments)
         os.execvpe(command[0], command, environment)
 
+    if arguments.module:
+        arguments.training_script_args.insert(0, arguments.training_script)
+        arguments.training_script = f"{__package__}.rank"
     if arguments.use_deepspeed:
+        if find_spec("deepspeed") is None:
+            print(
+                "error: DeepSpeed is not installed in this environment: run make setup, or build "
+                "the image again",
+                file=sys.stderr,
+            )
+            return 1
         threads = len(os.sched_getaffinity(0)) * arguments.num_machines // arguments.num_processes
         os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
         if KERNELS_VARIABLE not in os.environ:

@@ -1,0 +1,35 @@
+"""One rank of several: `python -m <package>.rank MODULE [ARGUMENTS…]`, which the launcher starts.
+
+Runs the module as `python -m MODULE` does, and leaves before Python takes itself apart: a thread of
+gloo may only then let go of the last message, and would abort the process, since it frees a tensor
+of a Python that has gone.
+"""
+
+import atexit
+import os
+import runpy
+import sys
+import threading
+
+
+def main() -> None:
+    """Run the module that the arguments name, and leave with its exit code."""
+    del sys.argv[0]
+    code = 0
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
