@@ -3,6 +3,7 @@
 lint, render, smoke,
 slurm                 run by default, in this order; slurm needs root, or sudo without a password
 bench                 speed, as ratios
+kills                 runs that are killed at random instants, many times
 newcomer              both commands on a machine that has nothing (needs root and debootstrap)
 
 One session: `.venv/bin/nox -s render -- -k docker` (what follows `--` goes to pytest).
@@ -117,8 +118,14 @@ def can_be_root() -> bool:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Copying against starting Copier; the first optimizer step against a bare script's."""
+    """Copying, starting and saving, each against the least that it could take."""
     Tools(session).run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(default=False)
+def kills(session: nox.Session) -> None:
+    """Killed at random instants and resumed, compared with a run left alone: `nox -s kills -- 1000` kills in all."""
+    Tools(session).run("python", "-m", "tools.kills", *session.posargs)
 
 
 @nox.session(default=False)

@@ -3,6 +3,8 @@
 copy        `copier copy` of the default project        against `copier --help`
 first step  the smoke run's way to its first optimizer  against `accelerate launch` of a script that
             step, on two CPU processes                  does nothing else
+save        a checkpoint of 500 MB, hashed and flushed  against `torch.save`, flushed
+async_save  how long it holds up training               against `torch.save`, flushed
 
 Prints medians and ratios, writes build/benchmarks.json, exits 1 when a ratio is over its target.
 """
@@ -31,7 +33,7 @@ from tools.sources import export
 
 COPIER = bootstrap.TOOLS_VENV / "bin" / "copier"
 FIRST_STEP = "first step done"
-TARGETS = {"copy": 2.5, "first step": 1.3}
+TARGETS = {"copy": 2.5, "first step": 1.3, "save": 1.15, "async_save": 0.25}
 
 
 def seconds(command: list[str], cwd: Path) -> float:
@@ -120,11 +122,18 @@ def measure_copy(scratch: Path, template: Path, rounds: int) -> dict[str, list[f
     return take_turns(sides, rounds)
 
 
-def measure_first_step(scratch: Path, template: Path, rounds: int) -> dict[str, list[float]]:
+def ready_project(scratch: Path, template: Path) -> Path:
+    """The default project, whose environment is up."""
     project = scratch / "project"
-    subprocess.run(copy(template, project), check=True)
-    make = ["make", "--no-print-directory", "setup", f"VENV={bootstrap.TRAINING_VENV}"]
-    subprocess.run(make, cwd=project, check=True)
+    if not project.exists():
+        subprocess.run(copy(template, project), check=True)
+        make = ["make", "--no-print-directory", "setup", f"VENV={bootstrap.TRAINING_VENV}"]
+        subprocess.run(make, cwd=project, check=True)
+    return project
+
+
+def measure_first_step(scratch: Path, template: Path, rounds: int) -> dict[str, list[float]]:
+    project = ready_project(scratch, template)
     bin_folder = bootstrap.TRAINING_VENV / "bin"
     environment = {**os.environ, "PATH": os.pathsep.join([str(bin_folder), os.environ["PATH"]])}
     environment["VENV"] = str(bootstrap.TRAINING_VENV)
@@ -145,6 +154,29 @@ def measure_first_step(scratch: Path, template: Path, rounds: int) -> dict[str, 
     return take_turns(sides, rounds)
 
 
+def measure_checkpoints(scratch: Path, template: Path, rounds: int) -> dict[str, list[float]]:
+    project = ready_project(scratch, template)
+    script = bootstrap.ROOT / "benchmarks" / "checkpoints.py"
+    printed = subprocess.run(
+        [bootstrap.TRAINING_VENV / "bin" / "python", script, str(rounds), scratch / "checkpoints"],
+        env={**os.environ, "PYTHONPATH": str(project / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    return json.loads(printed.splitlines()[-1])
+
+
+def result(times: dict[str, list[float]], name: str, side: str, against: str) -> dict[str, Any]:
+    medians = {key: statistics.median(times[key]) for key in (side, against)}
+    return {
+        "ratio": round(medians[side] / medians[against], 3),
+        "target": TARGETS[name],
+        "median_seconds": {key: round(value, 3) for key, value in medians.items()},
+        "seconds": {key: [round(value, 3) for value in times[key]] for key in medians},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="nox -s bench --", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each side")
@@ -157,21 +189,19 @@ def main() -> int:
         template = committed_template(scratch)
         for name, measure in (("copy", measure_copy), ("first step", measure_first_step)):
             times = measure(scratch, template, options.rounds)
-            medians = {side: statistics.median(values) for side, values in times.items()}
-            ours, theirs = medians.values()
-            results[name] = {
-                "ratio": round(ours / theirs, 3),
-                "target": TARGETS[name],
-                "median_seconds": {side: round(value, 3) for side, value in medians.items()},
-                "seconds": {side: [round(value, 3) for value in values] for side, values in times.items()},
-            }
+            results[name] = result(times, name, *times)
+        saving = measure_checkpoints(scratch, template, options.rounds)
+        for name in ("save", "async_save"):
+            results[name] = result(saving, name, name, "torch.save")
 
     late = []
-    for name, result in results.items():
-        sides = ", ".join(f"{side} {value:.2f} s" for side, value in result["median_seconds"].items())
-        verdict = "ok" if result["ratio"] <= result["target"] else "over the target"
+    for name, found in results.items():
+        sides = ", ".join(f"{side} {value:.2f} s" for side, value in found["median_seconds"].items())
+        verdict = "ok" if found["ratio"] <= found["target"] else "over the target"
         late += [name] if verdict != "ok" else []
-        print(f"{name}: {result['ratio']:.2f} (at most {result['target']}: {verdict}); {sides}")
+        print(f"{name}: {found['ratio']:.2f} (at most {found['target']}: {verdict}); {sides}")
+    others = {side: round(statistics.median(seconds), 3) for side, seconds in saving.items()}
+    print("500 MB: " + ", ".join(f"{side} {seconds:.2f} s" for side, seconds in others.items()))
     machine = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpus": os.cpu_count(),
@@ -181,7 +211,9 @@ def main() -> int:
         "rounds": options.rounds,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+    options.output.write_text(
+        json.dumps({"machine": machine, "results": results, "checkpoint_seconds": others}, indent=2) + "\n"
+    )
     print(f"written to {options.output}")
     return 1 if late else 0
 

@@ -22,8 +22,8 @@ import bootstrap
 from tests.support.render import ROOT, Answers, Files, Renderer
 
 TARGETS = {
-    "help", "setup", "doctor", "plan", "data", "smoke", "train", "resume", "evaluate", "export", "plot", "profile",
-    "logs", "test", "lint", "format", "lock", "update", "clean",
+    "help", "setup", "doctor", "plan", "data", "smoke", "train", "resume", "checkpoints", "prune", "evaluate",
+    "export", "plot", "profile", "logs", "test", "lint", "format", "lock", "update", "clean",
 }  # fmt: skip
 
 

@@ -7,14 +7,18 @@
     <run>/latest · best                names of two of them
 
 All ranks save into `step-….tmp`; files are flushed and hashed; the folder is renamed; the pointers
-are swapped; only then are older ones removed. A machine may die between any two of these.
+are swapped; only then are older ones removed. A machine may die between any two of these. With
+`async_save` a copy of the state is written while training goes on, by a thread of the main process.
 """
 
+import copy
 import dataclasses
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from . import backend
 from .collective import FailTogether
 from .errors import UserError
 from .logs import logger
+from .staging import Staging
 
 MANIFEST = "MANIFEST.json"
 PROGRESS = "progress.json"
@@ -37,6 +42,8 @@ LATEST = "latest"
 BEST = "best"
 ASIDE = ".aside"
 FORMAT = 1
+
+Hashes = dict[str, dict[str, Any]]  # size and hash by the file's name
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Checkpoints:
         run_dir: folder of the run on the checkpoint volume.
         keep_last: newest ones to keep; the best one stays besides.
         keep_every: keep those at multiples of this step too; 0 = none.
+        staging: memory for a copy of the state, to save in the background; None = not.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class Checkpoints:
         run_dir: Path,
         keep_last: int,
         keep_every: int,
+        staging: Staging | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -83,30 +92,47 @@ class Checkpoints:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.resumed_from: Path | None = None
+        self.staging = staging
+        self._under_way: tuple[Path, Future[None] | None] | None = None  # only main has a future
 
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint of this step. Collective. Returns its folder.
 
-        What an earlier start left of the same step is replaced: it may be damaged, not evaluated
-        yet, or of another course of the run.
+        In the background, with `staging`, as soon as a copy of the state is in memory; before that,
+        this waits for the save before. What an earlier start left of the same step is replaced: it
+        may be damaged, not evaluated yet, or of another course of the run.
         Raises: UserError when the volume is full or cannot be written; what was complete stays.
         """
+        self.wait()
         folder = self.run_dir / step_name(progress.step)
         temporary = folder.with_suffix(".tmp")
         try:
-            self._write_checkpoint(temporary, folder, progress)
+            self._make_room(temporary)
+            if self.staging is not None:
+                self._save_in_background(self.staging, temporary, folder, progress)
+            else:
+                self._save_now(temporary, folder, progress)
         except UserError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        with self._together(f"could not update {self.run_dir}"):
-            if self.accelerator.is_main_process:
-                _point(self.run_dir / LATEST, folder.name)
-                if progress.best_step is not None:
-                    best = self.run_dir / step_name(progress.best_step)
-                    if is_complete(best):
-                        _point(self.run_dir / BEST, best.name)
-                self._prune()
         return folder
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one. Collective.
+
+        Raises: UserError when it failed; what was complete stays.
+        """
+        if self._under_way is None:
+            return
+        folder, future = self._under_way
+        self._under_way = None
+        try:
+            with self._together(f"could not save {folder}"):
+                if future is not None:
+                    future.result()
+        except UserError:
+            shutil.rmtree(folder.with_suffix(".tmp"), ignore_errors=True)
+            raise
 
     def restore(self, resume: str) -> Progress | None:
         """Load a checkpoint into what was prepared. Collective.
@@ -138,35 +164,80 @@ class Checkpoints:
                     self._set_aside_later(folder, progress)
         return progress
 
-    def _write_checkpoint(self, temporary: Path, folder: Path, progress: Progress) -> None:
+    def _make_room(self, temporary: Path) -> None:
+        """An empty folder to write to, on a volume with as much space as the checkpoint before."""
+        with self._together(f"could not save {temporary.with_suffix('')}"):
+            if self.accelerator.is_main_process:
+                shutil.rmtree(temporary, ignore_errors=True)
+                needed = max(map(size_of, complete_checkpoints(self.run_dir)[-1:]), default=0)
+                if shutil.disk_usage(self.run_dir).free < needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                (temporary / STATE).mkdir(parents=True)
+        backend.share_buffers(self.accelerator, self.model)
+
+    def _save_now(self, temporary: Path, folder: Path, progress: Progress) -> None:
         """Everything into `temporary`, onto the disk, and only then the name `folder`."""
         what = f"could not save {folder}"
         is_main = self.accelerator.is_main_process
-        with self._together(what):
-            if is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-                (temporary / STATE).mkdir(parents=True)
-        backend.share_buffers(self.accelerator, self.model)
         with self._together(what), backend.saving(self.accelerator):
             self.accelerator.save_state(str(temporary / STATE), safe_serialization=True)
         shapes = backend.shapes(self.accelerator, self.model)
         with self._together(what):
             if is_main:
-                _write(temporary / MODEL, json.dumps(shapes, indent=1))
-                _write(temporary / PROGRESS, json.dumps(dataclasses.asdict(progress), indent=1))
-        hashes = self._hash_files(temporary, what)
+                _write_facts(temporary, shapes, progress)
+        # Each file is flushed and hashed by one rank.
+        with self._together(what):
+            rank, num_processes = self.accelerator.process_index, self.accelerator.num_processes
+            share = _flush_and_hash(temporary, files_below(temporary)[rank::num_processes])
+        shares = gather_object([share])
+        hashes = {name: entry for part in shares for name, entry in part.items()}
         with self._together(what):
             if is_main:
-                _write(temporary / MANIFEST, _manifest_text(hashes))
-                for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
-                    _flush(inner)
-                replaced = folder.with_suffix(".old")
-                if folder.exists():
-                    shutil.rmtree(replaced, ignore_errors=True)
-                    folder.rename(replaced)
-                temporary.rename(folder)
-                _flush(self.run_dir)
-                shutil.rmtree(replaced, ignore_errors=True)
+                self._complete(temporary, folder, hashes)
+        with self._together(f"could not update {self.run_dir}"):
+            if is_main:
+                self._point_and_prune(folder, progress.best_step)
+
+    def _save_in_background(
+        self, staging: Staging, temporary: Path, folder: Path, progress: Progress
+    ) -> None:
+        with self._together(f"could not save {folder}"):
+            write_state = staging.stage(self.accelerator, self.model, temporary / STATE)
+        shapes = backend.shapes(self.accelerator, self.model)
+        facts = copy.deepcopy(progress)
+
+        def finish() -> None:
+            write_state()
+            _write_facts(temporary, shapes, facts)
+            hashes = _flush_and_hash(temporary, files_below(temporary))
+            self._complete(temporary, folder, hashes)
+            self._point_and_prune(folder, facts.best_step)
+
+        future = None
+        if self.accelerator.is_main_process:
+            executor = ThreadPoolExecutor(1, "save")
+            future = executor.submit(finish)
+            executor.shutdown(wait=False)
+        self._under_way = (folder, future)
+
+    def _complete(self, temporary: Path, folder: Path, hashes: Hashes) -> None:
+        """The manifest, and then the name: from here on the checkpoint is there."""
+        _write(temporary / MANIFEST, _manifest_text(dict(sorted(hashes.items()))))
+        for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
+            _flush(inner)
+        replaced = folder.with_suffix(".old")
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        temporary.rename(folder)
+        _flush(self.run_dir)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _point_and_prune(self, folder: Path, best_step: int | None) -> None:
+        _point(self.run_dir / LATEST, folder.name)
+        if best_step is not None and is_complete(best := self.run_dir / step_name(best_step)):
+            _point(self.run_dir / BEST, best.name)
+        self._prune()
 
     def _choose(self, resume: str) -> str | None:
         if resume == "never":
@@ -215,17 +286,6 @@ class Checkpoints:
         if progress.best_step is not None:
             _point(self.run_dir / BEST, step_name(progress.best_step))
 
-    def _hash_files(self, folder: Path, what: str) -> dict[str, dict[str, Any]]:
-        """Flush and hash all files below a folder, each by one rank. Collective."""
-        with self._together(what):
-            share = {}
-            files = sorted(path for path in folder.rglob("*") if path.is_file())
-            for path in files[self.accelerator.process_index :: self.accelerator.num_processes]:
-                share[path.relative_to(folder).as_posix()] = _describe(path)
-                _flush(path)
-        shares = gather_object([share])
-        return {name: entry for part in shares for name, entry in sorted(part.items())}
-
     def _together(self, what: str) -> FailTogether:
         return FailTogether(self.accelerator, what, self.run_dir)
 
@@ -259,6 +319,16 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 def is_complete(folder: Path) -> bool:
     """Whether the folder was finished; its content is not looked at."""
     return (folder / MANIFEST).is_file()
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files of a folder, in a fixed order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of a checkpoint."""
+    return sum(path.stat().st_size for path in files_below(folder))
 
 
 def read_pointer(path: Path) -> Path | None:
@@ -367,7 +437,22 @@ def _misfit(folder: Path, detail: str) -> UserError:
     )
 
 
-def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
+def _write_facts(folder: Path, shapes: dict[str, list[int]], progress: Progress) -> None:
+    _write(folder / MODEL, json.dumps(shapes, indent=1))
+    _write(folder / PROGRESS, json.dumps(dataclasses.asdict(progress), indent=1))
+
+
+def _flush_and_hash(folder: Path, files: list[Path]) -> Hashes:
+    """By name; while the system writes to the disk, the content is read from its memory."""
+    with ThreadPoolExecutor(2) as threads:
+        flushed = [threads.submit(_flush, path) for path in files]
+        hashes = {path.relative_to(folder).as_posix(): _describe(path) for path in files}
+        for one in flushed:
+            one.result()
+    return hashes
+
+
+def _manifest_text(files: Hashes) -> str:
     return json.dumps({"format": FORMAT, "files": files, "digest": _digest(files)}, indent=1)
 
 

@@ -61,6 +61,7 @@ class TrainConfig:
     save_every_steps: int = option(0, "extra checkpoints inside an epoch; 0 = none")
     keep_last: int = option(2, "newest checkpoints to keep, besides the best")
     keep_every: int = option(0, "also keep checkpoints at multiples of this step; 0 = none")
+    async_save: bool = option(False, "save while training goes on, from a copy in memory")
     checkpoint_dir: str | None = option(
         None, "where runs are kept; default: $CHECKPOINT_DIR or ./checkpoints"
     )

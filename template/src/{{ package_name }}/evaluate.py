@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", default=checkpoint.BEST, help="best, latest, step or path")
     config, arguments = load_config(extra=parser)
     folder = checkpoint.open_intact(config.run_dir, arguments.checkpoint)
+    config.optimizer = checkpoint.read_progress(folder).config.get("optimizer", config.optimizer)
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)

@@ -28,13 +28,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder; default: export in the run's folder")
     config, arguments = load_config(extra=parser)
     source = checkpoint.open_intact(config.run_dir, arguments.checkpoint)
+    progress = checkpoint.read_progress(source)
+    config.optimizer = progress.config.get("optimizer", config.optimizer)  # its state is read too
     accelerator = start_accelerator(config)
     start_logging(accelerator.is_main_process)
     parts = build_parts(accelerator, config)
     model, _, _ = backend.prepare(accelerator, parts.model, parts.optimizer, parts.train_loader)
     checkpoint.load_state(accelerator, model, source)
-    progress = checkpoint.read_progress(source)
     facts = {
+        "run": config.run_name,
         "checkpoint": source.name,
         "step": progress.step,
         "samples_seen": progress.samples_seen,
@@ -62,11 +64,39 @@ def export(accelerator: Accelerator, model: nn.Module, output: Path, facts: dict
             shared_once = clean_state_dict_for_safetensors(weights)
             save_file(shared_once, temporary / WEIGHTS, metadata={"format": "pt"})
             (temporary / "facts.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+            (temporary / "README.md").write_text(model_card(facts, len(shared_once)), "utf-8")
             output.mkdir(parents=True, exist_ok=True)
             for file in temporary.iterdir():
                 file.chmod(0o644)  # safetensors makes it private
                 file.replace(output / file.name)
             shutil.rmtree(temporary)
+
+
+def model_card(facts: dict[str, Any], num_tensors: int) -> str:
+    """What is known about the model, and what its makers still have to say."""
+    scores = "".join(f"| test {name} | {value:.4f} |\n" for name, value in facts["scores"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return f"""# {facts["run"]}
+
+What it is for, what it was trained on, and where it fails: to be written.
+
+| | |
+|---|---|
+{scores}| optimizer steps | {facts["step"]:,} |
+| samples seen | {facts["samples_seen"]:,} |
+| made with | {versions} |
+
+```python
+from safetensors.torch import load_file
+from {__package__}.config import load_config
+from {__package__}.data import build_datasets
+from {__package__}.model import build_model
+
+config, _ = load_config(["--config", "configs/train.yaml"])  # as in facts.json
+model = build_model(config.model, build_datasets(config.data))
+model.load_state_dict(load_file("{WEIGHTS}"))  # {num_tensors} tensors, names as in the code
+```
+"""
 
 
 if __name__ == "__main__":

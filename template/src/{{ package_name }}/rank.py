@@ -22,9 +22,7 @@ def main() -> None:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python's own end begins
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -21,22 +21,28 @@ def hold_run_folder(accelerator: Accelerator, run_dir: Path) -> Iterator[None]:
     The lock is the kernel's: it ends with the process that holds it, however that dies.
     Raises: UserError when the folder cannot be written, or another job trains in it.
     """
-    descriptor = None
-    with FailTogether(accelerator, f"cannot write to {run_dir}"):
-        if accelerator.is_main_process:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another job is training in {run_dir}: wait for it, or give another run_name"
-                ) from None
-            probe = run_dir / ".write-test"
-            probe.write_bytes(b"0" * 4096)
-            probe.unlink()
+    with ExitStack() as held:
+        with FailTogether(accelerator, f"cannot write to {run_dir}"):
+            if accelerator.is_main_process:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                held.enter_context(hold(run_dir))
+                probe = run_dir / ".write-test"
+                probe.write_bytes(b"0" * 4096)
+                probe.unlink()
+        yield
+
+
+@contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Be the one process that changes this folder. Raises: UserError when another one does."""
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another job is training in {run_dir}: wait for it, or give another run_name"
+            ) from None
         yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)

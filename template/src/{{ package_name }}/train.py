@@ -38,6 +38,7 @@ from .preemption import Preemption
 from .randomness import seed_step
 from .runfolder import hold_run_folder
 from .session import build_parts, leave, start_accelerator
+from .staging import prepare_staging
 from .tracking import prepare_tracker, start_tracker
 
 
@@ -113,7 +114,12 @@ def set_up(
         accelerator, parts.model, parts.optimizer, parts.train_loader, parts.eval_loader
     )
     checkpoints = Checkpoints(
-        accelerator, model, config.run_dir, config.keep_last, config.keep_every
+        accelerator,
+        model,
+        config.run_dir,
+        config.keep_last,
+        config.keep_every,
+        prepare_staging(accelerator, optimizer) if config.async_save else None,
     )
     restored = checkpoints.restore(resume)
     progress = restored or Progress()
@@ -183,8 +189,10 @@ def train(current: Run) -> int:
                 progress.epoch, progress.position = progress.epoch + 1, 0
             if evaluated:
                 save(current)
+        current.checkpoints.wait()
     except Preempted:
         folder = save(current)
+        current.checkpoints.wait()
         leave_note(SAVED)
         logger.info(
             f"told to stop ({current.preemption.signal_received or 'by another rank'}): saved "
@@ -331,7 +339,10 @@ def evaluate_step(current: Run) -> None:
 
 
 def save(current: Run) -> Path:
-    """Save this step, the open interval of figures included. Collective. Returns the folder."""
+    """Save this step, the open interval of figures included. Collective. Returns the folder.
+
+    With `async_save` it need not be there yet.
+    """
     progress, interval = current.progress, current.interval
     interval.stop_clock()
     progress.interval_forward_passes = interval.forward_passes

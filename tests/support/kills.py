@@ -1,0 +1,143 @@
+"""A run of a generated project that is killed again and again, and what is left of it each time."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.test_smoke import environment
+
+FAULTS = Path(__file__).with_name("faults.py")
+TIMEOUT = 180
+TIMES = ("samples_per_second", "elapsed_seconds")
+# Of the checkpoints of a run: whether they are intact, by name; of the newest one all tensors, as hashes.
+LOOK = """
+import hashlib, json, sys
+sys.path.insert(0, "tests")
+from pathlib import Path
+from conftest import read_state
+from my_project.checkpoint import complete_checkpoints, find_damage, read_progress
+run_dir = Path(sys.argv[1])
+folders = complete_checkpoints(run_dir)
+found = {"damage": {folder.name: find_damage(folder) for folder in folders}}
+if sys.argv[2] == "all":
+    found["step"] = read_progress(folders[-1]).step
+    found["samples_seen"] = read_progress(folders[-1]).samples_seen
+    found["state"] = {
+        name: hashlib.sha256(value.contiguous().flatten().view(__import__("torch").uint8).numpy()).hexdigest()
+        for name, value in read_state(folders[-1]).items()
+        if value.numel()
+    }
+print(json.dumps(found))
+"""
+
+
+def prepare(project: Path) -> None:
+    """Have the project reach the points of saving at which it can be killed."""
+    package = project / "src" / "my_project"
+    shutil.copy(FAULTS, package)
+    script = package / "train.py"
+    script.write_text(script.read_text().replace("\nif __name__ ==", "\nfrom . import faults\n\nif __name__ =="))
+
+
+@dataclass
+class Run:
+    """One run, `name`, of a project."""
+
+    project: Path
+    name: str
+    options: str
+
+    @property
+    def folder(self) -> Path:
+        return self.project / "checkpoints" / self.name
+
+    def start(self, fault: str = "") -> subprocess.Popen[bytes]:
+        self.reached.unlink(missing_ok=True)
+        said = (self.project / f"{self.name}.txt").open("ab")
+        command = f"./launch.sh --cpu train --config configs/smoke.yaml --run_name {self.name} {self.options}"
+        return subprocess.Popen(
+            command.split(),
+            cwd=self.project,
+            env=environment() | {"FAULT": fault, "FAULT_REACHED": str(self.reached)},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def end(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for it, and for every process that it started. Returns the exit code."""
+        try:
+            code = process.wait(TIMEOUT)
+            deadline = time.monotonic() + 30
+            while self.processes() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not self.processes(), f"left over after {code}: {self.said()}"
+            return code
+        finally:
+            for one in self.processes():
+                os.kill(one, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        """The living ones of the run, each of which has this in its environment."""
+        mark, found = f"FAULT_REACHED={self.reached}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                variables = path.read_bytes().split(b"\0")
+            except OSError:
+                continue  # gone, or somebody else's
+            if mark in variables:
+                found.append(int(path.parent.name))
+        return found
+
+    @property
+    def reached(self) -> Path:
+        """The file that tells that the fault was reached."""
+        return self.project / f"{self.name}-reached"
+
+    def said(self) -> str:
+        return (self.project / f"{self.name}.txt").read_text(errors="replace")[-4000:]
+
+    def look(self, what: str = "damage") -> dict[str, Any]:
+        if not self.folder.exists():
+            return {"damage": {}}
+        command = ["scripts/run.sh", "python", "-c", LOOK, str(self.folder), what]
+        return json.loads(subprocess.check_output(command, cwd=self.project, env=environment(), text=True))
+
+    def rows(self) -> list[dict[str, str]]:
+        with (self.folder / "metrics.csv").open() as file:
+            return [{key: row[key] for key in row if key not in TIMES} for row in csv.DictReader(file)]
+
+
+def kill_at_a_random_instant(run: Run, seconds: float, generator: random.Random) -> tuple[str, int]:
+    """Start, and kill a rank, the launcher or all after up to so many seconds. Returns whom, and the exit code."""
+    process = run.start()
+    whom = generator.choice(["rank", "launcher", "all"])
+    deadline = time.monotonic() + generator.uniform(0, seconds)
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    if process.poll() is not None:
+        return "nobody", run.end(process)
+    others = [one for one in run.processes() if one != process.pid]
+    chosen = {"rank": generator.sample(others, min(len(others), 1)), "launcher": [process.pid], "all": others}[whom]
+    for one in [*chosen, *([process.pid] if whom == "all" or not chosen else [])]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+    return whom, run.end(process)
+
+
+def result(run: Run) -> dict[str, Any]:
+    """What must be the same however often a run was killed."""
+    found = run.look("all")
+    return {key: found[key] for key in ("step", "samples_seen", "state")} | {"rows": run.rows()}
