@@ -87,14 +87,14 @@ What it is for, what it was trained on, and where it fails: to be written.
 | made with | {versions} |
 
 ```python
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from {__package__}.config import load_config
 from {__package__}.data import build_datasets
 from {__package__}.model import build_model
 
 config, _ = load_config(["--config", "configs/train.yaml"])  # as in facts.json
 model = build_model(config.model, build_datasets(config.data))
-model.load_state_dict(load_file("{WEIGHTS}"))  # {num_tensors} tensors, names as in the code
+load_model(model, "{WEIGHTS}")  # {num_tensors} tensors; fails unless all of them fit
 ```
 """
 
