@@ -6,6 +6,7 @@ That a project learns is read from its metrics; an exit code shows only that not
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,8 @@ import pytest
 
 import bootstrap
 from tests.support.render import copier_command, data_arguments, export
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"  # by the version that wrote them
 
 # Real digits: a run that learns nothing gets 10 %.
 ACCURACY = 0.97
@@ -222,9 +225,28 @@ def test_evaluate_and_export(smoked: Smoke):
     best = max(float(row["accuracy"]) for row in metrics(run_folder) if row["split"] == "eval")
     assert float(found[1]) == pytest.approx(best, abs=1e-3)
     run(f"./launch.sh --cpu export --checkpoint best --output exported {options}", folder)
-    assert list((folder / "exported").glob("*.safetensors"))
+    assert {path.name for path in (folder / "exported").iterdir()} == {"model.safetensors", "facts.json", "README.md"}
+    load = re.findall(r"^```python\n(.*?)^```", (folder / "exported/README.md").read_text(), re.MULTILINE | re.DOTALL)
+    script = load[0].replace("configs/train.yaml", "configs/smoke.yaml").replace('"model.', '"exported/model.')
+    run(f"scripts/run.sh python -c {shlex.quote(script)}", folder)
     shutil.rmtree(folder / "exported")
     unchanged(folder)
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in CHECKPOINTS.iterdir()))
+def test_checkpoint_of_an_earlier_version_loads(project: Render, version: str):
+    """Each was written by the template of that version: `--run_name old --max_steps 30 --model.width 1`."""
+    folder, run_folder = project("default"), project("default") / "checkpoints" / "old"
+    shutil.copytree(CHECKPOINTS / version, run_folder)
+    options = "--config configs/smoke.yaml --run_name old --model.width 1"
+    [step] = run_folder.glob("step-*")
+    scores = json.loads((step / "progress.json").read_text())["scores"]
+    evaluated = run(f"./launch.sh --cpu evaluate --checkpoint {step.name} {options}", folder)
+    assert f"test accuracy {scores['accuracy']:.4f}" in evaluated
+    assert f"going on from checkpoints/old/{step.name}" in run(
+        f"./launch.sh --cpu train {options} --max_steps 40", folder
+    )
+    shutil.rmtree(run_folder)
 
 
 @pytest.mark.parametrize("name", ["default", "cpu"])
