@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import kills
-from tests.support.kills import Run, result
+from tests.support.kills import Run
 from tests.test_smoke_backends import WAYS, Make, make  # noqa: F401  (a fixture)
 
 OPTIONS = "--max_steps 40 --log_every_steps 5 --save_every_steps 2 --keep_last 2"
@@ -75,12 +75,12 @@ def test_killed_at_every_point_of_saving(whole: Callable[[str], Run], kind: str)
         process = run.start(point.format(run=run.name))
         code = run.end(process)
         assert code != 0 and run.reached.exists(), f"{point} was not reached: {run.said()}"
-        damage = run.look()["damage"]
-        assert set(damage.values()) <= {None}, f"{point}: {damage}"
+        damage = run.damage()
+        assert not any(damage.values()), f"{point}: {damage}"
         assert len(damage) >= min(complete, 2), f"{point}: one is lost, {damage}"
         complete = len(damage)
     assert run.end(run.start()) == 0, run.said()
-    assert result(run) == result(expected)
+    assert run.result() == expected.result()
     shutil.rmtree(run.folder)
 
 
@@ -92,4 +92,4 @@ def test_kills_at_random_instants_are_real(whole: Callable[[str], Run], tmp_path
     seen = [kills.kill_at_a_random_instant(run, 6, generator) for _ in range(3)]
     assert all(code != 0 or whom == "nobody" for whom, code in seen), seen
     assert run.end(run.start()) == 0, run.said()
-    assert result(run) == result(expected)
+    assert run.result() == expected.result()

@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.kills import Run, kill_at_a_random_instant, result
+from tests.support.kills import Run, kill_at_a_random_instant
 from tests.support.render import copier_command, data_arguments, export
 from tests.test_smoke import environment
 from tests.test_smoke_backends import ANSWERS, WAYS, change
@@ -60,16 +60,15 @@ def kill(scratch: Path, kind: str, wanted: int, generator: random.Random) -> dic
         complete, whom = 0, ""
         while whom != "nobody":
             whom, code = kill_at_a_random_instant(run, seconds, generator)
-            damage = run.look()["damage"]
-            assert set(damage.values()) <= {None}, f"{kind}: {damage}"
+            damage = run.damage()
+            assert not any(damage.values()), f"{kind}: {damage}"
             assert len(damage) >= min(complete, 2), f"{kind}: one is lost, {damage}"
             complete = len(damage)
             if whom == "nobody":
                 assert code == 0, run.said()
             else:
                 seen[whom] += 1
-        found, wanted_result = result(run), result(expected)
-        assert found == wanted_result, f"{kind}: another end than a run left alone"
+        assert run.result() == expected.result(), f"{kind}: another end than a run left alone"
         seen["runs"] += 1
         shutil.rmtree(run.folder)
     return seen

@@ -20,25 +20,34 @@ from tests.test_smoke import environment
 FAULTS = Path(__file__).with_name("faults.py")
 TIMEOUT = 180
 TIMES = ("samples_per_second", "elapsed_seconds")
-# Of the checkpoints of a run: whether they are intact, by name; of the newest one all tensors, as hashes.
-LOOK = """
-import hashlib, json, sys
+# What is wrong with each complete checkpoint of a run, by name: not by the project's own code, and without torch.
+FIND_DAMAGE = """
+import json, sys, xxhash
+from pathlib import Path
+found = {}
+for manifest in sorted(Path(sys.argv[1]).glob("step-????????/MANIFEST.json")):
+    files = json.loads(manifest.read_text())["files"]
+    hashes = {name: xxhash.xxh3_128_hexdigest((manifest.parent / name).read_bytes()) for name in files}
+    found[manifest.parent.name] = [name for name in files if hashes[name] != files[name]["xxh3_128"]]
+print(json.dumps(found))
+"""
+# Where the newest one stands, and a hash of each of its tensors.
+READ_STATE = """
+import hashlib, json, sys, torch
 sys.path.insert(0, "tests")
 from pathlib import Path
 from conftest import read_state
-from my_project.checkpoint import complete_checkpoints, find_damage, read_progress
-run_dir = Path(sys.argv[1])
-folders = complete_checkpoints(run_dir)
-found = {"damage": {folder.name: find_damage(folder) for folder in folders}}
-if sys.argv[2] == "all":
-    found["step"] = read_progress(folders[-1]).step
-    found["samples_seen"] = read_progress(folders[-1]).samples_seen
-    found["state"] = {
-        name: hashlib.sha256(value.contiguous().flatten().view(__import__("torch").uint8).numpy()).hexdigest()
-        for name, value in read_state(folders[-1]).items()
-        if value.numel()
-    }
-print(json.dumps(found))
+from my_project.checkpoint import complete_checkpoints, read_progress
+newest = complete_checkpoints(Path(sys.argv[1]))[-1]
+progress = read_progress(newest)
+print(json.dumps({
+    "step": progress.step,
+    "samples_seen": progress.samples_seen,
+    "state": {
+        name: hashlib.sha256(value.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+        for name, value in read_state(newest).items() if value.numel()
+    },
+}))
 """
 
 
@@ -109,11 +118,17 @@ class Run:
     def said(self) -> str:
         return (self.project / f"{self.name}.txt").read_text(errors="replace")[-4000:]
 
-    def look(self, what: str = "damage") -> dict[str, Any]:
-        if not self.folder.exists():
-            return {"damage": {}}
-        command = ["scripts/run.sh", "python", "-c", LOOK, str(self.folder), what]
+    def damage(self) -> dict[str, list[str]]:
+        """Damaged files of each complete checkpoint."""
+        return self._ask(FIND_DAMAGE)
+
+    def _ask(self, script: str) -> Any:
+        command = ["scripts/run.sh", "python", "-c", script, str(self.folder)]
         return json.loads(subprocess.check_output(command, cwd=self.project, env=environment(), text=True))
+
+    def result(self) -> dict[str, Any]:
+        """What must be the same however often a run was killed."""
+        return {**self._ask(READ_STATE), "rows": self.rows()}
 
     def rows(self) -> list[dict[str, str]]:
         with (self.folder / "metrics.csv").open() as file:
@@ -135,9 +150,3 @@ def kill_at_a_random_instant(run: Run, seconds: float, generator: random.Random)
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
     return whom, run.end(process)
-
-
-def result(run: Run) -> dict[str, Any]:
-    """What must be the same however often a run was killed."""
-    found = run.look("all")
-    return {key: found[key] for key in ("step", "samples_seen", "state")} | {"rows": run.rows()}
