@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from accelerate import Accelerator
@@ -33,6 +33,9 @@ from .collective import FailTogether
 from .errors import UserError
 from .logs import logger
 from .staging import Staging
+
+if TYPE_CHECKING:
+    from .mirror import Mirror
 
 MANIFEST = "MANIFEST.json"
 PROGRESS = "progress.json"
@@ -75,6 +78,7 @@ class Checkpoints:
         keep_last: newest ones to keep; the best one stays besides.
         keep_every: keep those at multiples of this step too; 0 = none.
         staging: memory for a copy of the state, to save in the background; None = not.
+        mirror: where complete checkpoints are copied to; None = nowhere.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Checkpoints:
         keep_last: int,
         keep_every: int,
         staging: Staging | None = None,
+        mirror: "Mirror | None" = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -93,6 +98,7 @@ class Checkpoints:
         self.keep_every = keep_every
         self.resumed_from: Path | None = None
         self.staging = staging
+        self.mirror = mirror
         self._under_way: tuple[Path, Future[None] | None] | None = None  # only main has a future
 
     def save(self, progress: Progress) -> Path:
@@ -134,6 +140,12 @@ class Checkpoints:
             shutil.rmtree(folder.with_suffix(".tmp"), ignore_errors=True)
             raise
 
+    def finish(self) -> None:
+        """Wait until what was saved is where it belongs, before the end. Collective."""
+        self.wait()
+        if self.mirror is not None and self.accelerator.is_main_process:
+            self.mirror.finish(self.run_dir)
+
     def restore(self, resume: str) -> Progress | None:
         """Load a checkpoint into what was prepared. Collective.
 
@@ -168,6 +180,7 @@ class Checkpoints:
         """An empty folder to write to, on a volume with as much space as the checkpoint before."""
         with self._together(f"could not save {temporary.with_suffix('')}"):
             if self.accelerator.is_main_process:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(temporary, ignore_errors=True)
                 needed = max(map(size_of, complete_checkpoints(self.run_dir)[-1:]), default=0)
                 if shutil.disk_usage(self.run_dir).free < needed:
@@ -234,10 +247,12 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _point_and_prune(self, folder: Path, best_step: int | None) -> None:
-        _point(self.run_dir / LATEST, folder.name)
+        point(self.run_dir / LATEST, folder.name)
         if best_step is not None and is_complete(best := self.run_dir / step_name(best_step)):
-            _point(self.run_dir / BEST, best.name)
+            point(self.run_dir / BEST, best.name)
         self._prune()
+        if self.mirror is not None:
+            self.mirror.follow(self.run_dir)
 
     def _choose(self, resume: str) -> str | None:
         if resume == "never":
@@ -249,6 +264,8 @@ class Checkpoints:
             return None
         if resume != "auto":
             return str(open_intact(self.run_dir, resume))
+        if self.mirror is not None:
+            self.mirror.fetch(self.run_dir)
         for leftover in self.run_dir.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         for replaced in self.run_dir.glob("step-*.old"):
@@ -282,24 +299,32 @@ class Checkpoints:
             f"later checkpoints are now called {later[0].name}{ASIDE} and so on: resume from one "
             "by its folder, or remove them"
         )
-        _point(self.run_dir / LATEST, folder.name)
+        point(self.run_dir / LATEST, folder.name)
         if progress.best_step is not None:
-            _point(self.run_dir / BEST, step_name(progress.best_step))
+            point(self.run_dir / BEST, step_name(progress.best_step))
 
     def _together(self, what: str) -> FailTogether:
         return FailTogether(self.accelerator, what, self.run_dir)
 
     def _prune(self) -> None:
         folders = complete_checkpoints(self.run_dir)
-        best = read_pointer(self.run_dir / BEST)
-        for folder in folders[: -self.keep_last]:
-            step = int(folder.name.removeprefix("step-"))
-            kept = self.keep_every > 0 and step % self.keep_every == 0
-            if not kept and folder != best and folder != self.resumed_from:
-                # Out of sight first: a half-removed folder must not look like a checkpoint.
-                doomed = folder.with_suffix(".tmp")
-                folder.rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+        kept = {read_pointer(self.run_dir / BEST), self.resumed_from}
+        names = {folder.name for folder in kept if folder is not None}
+        every = [folder.name for folder in folders]
+        for name in retired(every, self.keep_last, self.keep_every, names):
+            # Out of sight first: a half-removed folder must not look like a checkpoint.
+            doomed = (self.run_dir / name).with_suffix(".tmp")
+            (self.run_dir / name).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def retired(names: list[str], keep_last: int, keep_every: int, kept: set[str]) -> list[str]:
+    """Which of these checkpoints, oldest first, are not kept: `kept` are, whatever their age."""
+
+    def is_milestone(name: str) -> bool:
+        return keep_every > 0 and int(name.removeprefix("step-")) % keep_every == 0
+
+    return [name for name in names[:-keep_last] if name not in kept and not is_milestone(name)]
 
 
 def step_name(step: int) -> str:
@@ -490,7 +515,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _point(pointer: Path, name: str) -> None:
+def point(pointer: Path, name: str) -> None:
+    """Have `latest` or `best` name this checkpoint, in one operation."""
     temporary = pointer.with_suffix(".tmp")
     _write(temporary, name)
     temporary.replace(pointer)

@@ -16,6 +16,7 @@ from .checkpoint import (
     find_damage,
     read_pointer,
     read_progress,
+    retired,
     size_of,
 )
 from .config import load_config
@@ -75,19 +76,14 @@ def describe_scores(folder: Path) -> str:
 
 def prune(run_dir: Path, keep_last: int, keep_every: int) -> None:
     """Remove what the retention does not keep; nobody may train in the folder meanwhile."""
-    folders = complete_checkpoints(run_dir)
-    kept = {*folders[-keep_last:], *(read_pointer(run_dir / name) for name in (LATEST, BEST))}
-    old = [
-        folder
-        for folder in folders
-        if folder not in kept
-        and not (keep_every and int(folder.name.removeprefix("step-")) % keep_every == 0)
-    ]
+    pointed = [read_pointer(run_dir / name) for name in (LATEST, BEST)]
+    kept = {folder.name for folder in pointed if folder is not None}
+    names = [folder.name for folder in complete_checkpoints(run_dir)]
     leftovers = [*run_dir.glob("step-*.tmp"), *run_dir.glob(f"step-*{ASIDE}")]
-    for folder in old:
-        doomed = folder.with_suffix(".tmp")  # a half-removed one must not look like a checkpoint
+    for name in retired(names, keep_last, keep_every, kept):
+        doomed = run_dir / f"{name}.tmp"  # a half-removed one must not look like a checkpoint
         shutil.rmtree(doomed, ignore_errors=True)
-        leftovers.append(folder.rename(doomed))
+        leftovers.append((run_dir / name).rename(doomed))
     for folder in leftovers:
         shutil.rmtree(folder)
         print(f"removed {folder.with_suffix('') if folder.suffix == '.tmp' else folder}")

@@ -62,6 +62,9 @@ class TrainConfig:
     keep_last: int = option(2, "newest checkpoints to keep, besides the best")
     keep_every: int = option(0, "also keep checkpoints at multiples of this step; 0 = none")
     async_save: bool = option(False, "save while training goes on, from a copy in memory")
+    mirror: str | None = option(
+        None, "copy checkpoints to this place too, such as s3://bucket/runs (fsspec)"
+    )
     checkpoint_dir: str | None = option(
         None, "where runs are kept; default: $CHECKPOINT_DIR or ./checkpoints"
     )

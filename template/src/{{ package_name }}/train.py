@@ -11,7 +11,7 @@ import math
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -40,6 +40,9 @@ from .runfolder import hold_run_folder
 from .session import build_parts, leave, start_accelerator
 from .staging import prepare_staging
 from .tracking import prepare_tracker, start_tracker
+
+if TYPE_CHECKING:
+    from .mirror import Mirror
 
 
 @dataclasses.dataclass
@@ -120,6 +123,7 @@ def set_up(
         config.keep_last,
         config.keep_every,
         prepare_staging(accelerator, optimizer) if config.async_save else None,
+        open_mirror(config),
     )
     restored = checkpoints.restore(resume)
     progress = restored or Progress()
@@ -160,6 +164,15 @@ def set_up(
     )
 
 
+def open_mirror(config: TrainConfig) -> "Mirror | None":
+    """Where checkpoints are copied to, if anywhere; only then is its library imported."""
+    if config.mirror is None:
+        return None
+    from .mirror import Mirror
+
+    return Mirror(config.mirror, config.run_name, config.keep_last, config.keep_every)
+
+
 def count_steps(progress: Progress, config: TrainConfig, samples_per_epoch: int) -> int:
     """Optimizer steps of the whole run: those taken, and those that its epochs still hold."""
     samples = (config.epochs - progress.epoch) * samples_per_epoch - progress.position
@@ -189,10 +202,10 @@ def train(current: Run) -> int:
                 progress.epoch, progress.position = progress.epoch + 1, 0
             if evaluated:
                 save(current)
-        current.checkpoints.wait()
+        current.checkpoints.finish()
     except Preempted:
         folder = save(current)
-        current.checkpoints.wait()
+        current.checkpoints.finish()
         leave_note(SAVED)
         logger.info(
             f"told to stop ({current.preemption.signal_received or 'by another rank'}): saved "
