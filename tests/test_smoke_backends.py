@@ -66,6 +66,8 @@ WAYS = {
     "ddp-bf16": Way("ddp", BF16, like="ddp-bf16"),
     "ddp-accumulated": Way("ddp", options=ACCUMULATED, like="ddp-accumulated"),
     "ddp-adam": Way("ddp", options=ADAM, like="ddp-adam"),
+    "zero0": Way("deepspeed", zero(0)),
+    "zero0-bf16": Way("deepspeed", zero(0) | BF16, like="ddp-bf16"),
     "zero1": Way("deepspeed", zero(1)),
     "zero2": Way("deepspeed", zero(2)),
     "zero3": Way("deepspeed", zero(3)),
@@ -189,7 +191,10 @@ def export_latest(folder: Path, options: str = "--config configs/smoke.yaml") ->
     return saved(folder)
 
 
-@pytest.mark.parametrize("name", ["zero2-bf16", "zero3-bf16", "zero3-all-offloaded", "fsdp-bf16", "fsdp-checkpointed"])
+@pytest.mark.parametrize(
+    "name",
+    ["zero0-bf16", "zero2-bf16", "zero3-bf16", "zero3-all-offloaded", "fsdp-bf16", "fsdp-checkpointed"],
+)
 def test_export_is_a_whole_model_in_32_bits(trained: Callable[[str], Path], name: str):
     expected, found = export_latest(trained("ddp")), export_latest(trained(name))
     assert {key: (kind, len(values)) for key, (kind, values) in found.items()} == {
