@@ -4,6 +4,7 @@ Its memory is kept from save to save, and is as large as model and optimizer sta
 the main process has all of it, is staged; sharded backends write from all ranks at once instead.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,9 @@ class Staging:
                 done[identity] = self._place(value, path).copy_(value.detach(), non_blocking=True)
             return done[identity]
         if isinstance(value, dict):
-            return {key: self._copy(one, (*path, key), done) for key, one in value.items()}
+            copied = ((key, self._copy(one, (*path, key), done)) for key, one in value.items())
+            # By its type Accelerate knows a model's state, of which it saves shared weights once.
+            return OrderedDict(copied) if isinstance(value, OrderedDict) else dict(copied)
         if isinstance(value, list | tuple):
             return type(value)(self._copy(one, (*path, i), done) for i, one in enumerate(value))
         return value
