@@ -149,4 +149,5 @@ def kill_at_a_random_instant(run: Run, seconds: float, generator: random.Random)
     for one in [*chosen, *([process.pid] if whom == "all" or not chosen else [])]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
-    return whom, run.end(process)
+    code = run.end(process)
+    return whom if code else "nobody", code  # it may have been at its end already
