@@ -124,7 +124,8 @@ class Run:
 
     def _ask(self, script: str) -> Any:
         command = ["scripts/run.sh", "python", "-c", script, str(self.folder)]
-        return json.loads(subprocess.check_output(command, cwd=self.project, env=environment(), text=True))
+        printed = subprocess.check_output(command, cwd=self.project, env=environment(), text=True)
+        return json.loads(printed.splitlines()[-1])  # DeepSpeed says something before
 
     def result(self) -> dict[str, Any]:
         """What must be the same however often a run was killed."""
