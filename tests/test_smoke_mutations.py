@@ -5,18 +5,14 @@ So that a person who changes the training code is told. Each change is made in a
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.test_smoke import environment
-from tests.test_smoke_backends import make  # noqa: F401  (a fixture)
-
-Make = Callable[[str, dict[str, Any]], Path]
+from tests.test_smoke_backends import Make, make  # noqa: F401  (a fixture)
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,22 @@ CHECKPOINT = "tests/test_checkpoint.py"
 MUTATIONS = {
     "the rename comes before the flush": Mutation(
         "checkpoint.py",
-        """            _flush(inner)
-        replaced""",
-        """            pass
-        replaced""",
+        """        for inner in [temporary, *filter(Path.is_dir, temporary.rglob("*"))]:
+            _flush(inner)
+        replaced = folder.with_suffix(".old")
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        temporary.rename(folder)
+""",
+        """        replaced = folder.with_suffix(".old")
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        temporary.rename(folder)
+        for inner in [folder, *filter(Path.is_dir, folder.rglob("*"))]:
+            _flush(inner)
+""",
         CHECKPOINT,
     ),
     "files are not flushed": Mutation(
@@ -51,7 +59,7 @@ MUTATIONS = {
     "the pointer comes first": Mutation(
         "checkpoint.py",
         '        replaced = folder.with_suffix(".old")\n        if folder',
-        '        _point(self.run_dir / LATEST, folder.name)\n'
+        '        point(self.run_dir / LATEST, folder.name)\n'
         '        replaced = folder.with_suffix(".old")\n        if folder',
         CHECKPOINT,
     ),
@@ -110,4 +118,5 @@ def test_a_test_of_the_project_fails_when(make: Make, name: str):  # noqa: F811
         text=True,
         timeout=900,
     )
+    assert not re.search(r"NameError|SyntaxError|ImportError|ModuleNotFoundError", done.stdout), done.stdout[-3000:]
     assert done.returncode == 1 and " failed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
