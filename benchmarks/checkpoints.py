@@ -108,9 +108,8 @@ def main(rounds: int, folder: Path) -> dict[str, list[float]]:
             measure(name, action)
         if number < 0:
             times.clear()
-    for name, stalls in times.items():
-        if name == "async_save, to its end":
-            times[name] = [a + b for a, b in zip(times["async_save"], stalls, strict=True)]
+    end = "async_save, to its end"
+    times[end] = [stall + rest for stall, rest in zip(times["async_save"], times[end], strict=True)]
     return times
 
 

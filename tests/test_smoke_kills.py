@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -75,16 +74,13 @@ def test_killed_at_every_point_of_saving(whole: Callable[[str], Run], kind: str)
         process = run.start(point.format(run=run.name))
         code = run.end(process)
         assert code != 0 and run.reached.exists(), f"{point} was not reached: {run.said()}"
-        damage = run.damage()
-        assert not any(damage.values()), f"{point}: {damage}"
-        assert len(damage) >= min(complete, 2), f"{point}: one is lost, {damage}"
-        complete = len(damage)
+        complete = run.check_nothing_is_lost(complete, point)
     assert run.end(run.start()) == 0, run.said()
     assert run.result() == expected.result()
     shutil.rmtree(run.folder)
 
 
-def test_kills_at_random_instants_are_real(whole: Callable[[str], Run], tmp_path: Path):
+def test_kills_at_random_instants_are_real(whole: Callable[[str], Run]):
     """What `nox -s kills` does, three times."""
     expected = whole("ddp")
     run = replace(expected, name="random")

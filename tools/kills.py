@@ -60,10 +60,7 @@ def kill(scratch: Path, kind: str, wanted: int, generator: random.Random) -> dic
         complete, whom = 0, ""
         while whom != "nobody":
             whom, code = kill_at_a_random_instant(run, seconds, generator)
-            damage = run.damage()
-            assert not any(damage.values()), f"{kind}: {damage}"
-            assert len(damage) >= min(complete, 2), f"{kind}: one is lost, {damage}"
-            complete = len(damage)
+            complete = run.check_nothing_is_lost(complete, kind)
             if whom == "nobody":
                 assert code == 0, run.said()
             else:

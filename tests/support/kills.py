@@ -122,6 +122,13 @@ class Run:
         """Damaged files of each complete checkpoint."""
         return self._ask(FIND_DAMAGE)
 
+    def check_nothing_is_lost(self, complete: int, what: str) -> int:
+        """All checkpoints are intact, and no fewer than before. Returns their number."""
+        damage = self.damage()
+        assert not any(damage.values()), f"{what}: {damage}"
+        assert len(damage) >= min(complete, 2), f"{what}: one is lost, {damage}"
+        return len(damage)
+
     def _ask(self, script: str) -> Any:
         command = ["scripts/run.sh", "python", "-c", script, str(self.folder)]
         printed = subprocess.check_output(command, cwd=self.project, env=environment(), text=True)

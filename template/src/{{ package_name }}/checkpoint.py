@@ -365,6 +365,12 @@ def read_pointer(path: Path) -> Path | None:
     return folder if folder != path.parent and is_complete(folder) else None
 
 
+def read_pointers(run_dir: Path) -> dict[str, Path]:
+    """The checkpoints that `latest` and `best` name, of those that are there."""
+    found = {name: read_pointer(run_dir / name) for name in (LATEST, BEST)}
+    return {name: folder for name, folder in found.items() if folder is not None}
+
+
 def resolve(run_dir: Path, name: str) -> Path:
     """The folder meant by "latest", "best", the name of a step, a step, or a path.
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from .checkpoint import (
     ASIDE,
-    BEST,
-    LATEST,
     complete_checkpoints,
     find_damage,
-    read_pointer,
+    read_pointers,
     read_progress,
     retired,
     size_of,
@@ -48,7 +46,7 @@ def show(run_dir: Path) -> int:
     if not folders:
         print(f"no checkpoint in {run_dir} yet")
         return 0
-    pointed = {name: read_pointer(run_dir / name) for name in (LATEST, BEST)}
+    pointed = read_pointers(run_dir)
     damaged = 0
     print(f"{'step':>10}  {'saved':<16}  {'size':>10}  {'intact':<6}  scores")
     for folder in folders:
@@ -76,8 +74,7 @@ def describe_scores(folder: Path) -> str:
 
 def prune(run_dir: Path, keep_last: int, keep_every: int) -> None:
     """Remove what the retention does not keep; nobody may train in the folder meanwhile."""
-    pointed = [read_pointer(run_dir / name) for name in (LATEST, BEST)]
-    kept = {folder.name for folder in pointed if folder is not None}
+    kept = {folder.name for folder in read_pointers(run_dir).values()}
     names = [folder.name for folder in complete_checkpoints(run_dir)]
     leftovers = [*run_dir.glob("step-*.tmp"), *run_dir.glob(f"step-*{ASIDE}")]
     for name in retired(names, keep_last, keep_every, kept):

@@ -22,7 +22,7 @@ from .checkpoint import (
     files_below,
     find_damage,
     point,
-    read_pointer,
+    read_pointers,
     retired,
 )
 from .errors import UserError
@@ -99,10 +99,10 @@ class Mirror:
                 with suppress(FileNotFoundError):  # pruned meanwhile
                     self._put(folder, folder.name in there)
             there = self._complete()
-            pointed = {name: read_pointer(run_dir / name) for name in (LATEST, BEST)}
-            kept = {folder.name for folder in pointed.values() if folder is not None}
+            pointed = read_pointers(run_dir)
+            kept = {folder.name for folder in pointed.values()}
             for pointer, target in pointed.items():
-                if target is not None and target.name in there:
+                if target.name in there:
                     self._storage.pipe_file(f"{self._root}/{pointer}", target.name.encode())
             for name in retired(there, self.keep_last, self.keep_every, kept):
                 self._storage.rm_file(f"{self._root}/{name}/{MANIFEST}")

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import yaml
 
-from .checkpoint import complete_checkpoints
+from .checkpoint import complete_checkpoints, size_of
 from .config import TrainConfig, load_config, per_device_batch_size
 from .data import UNIT, Batch, Datasets, build_datasets
 from .doctor import USABLE_MEMORY, change
@@ -350,12 +350,7 @@ def saved_steps(config: TrainConfig, num_samples: int) -> list[int]:
 
 def free_bytes(run_dir: Path) -> float:
     """Free space of the checkpoint volume; what this run's checkpoints hold is its own."""
-    own = sum(
-        file.stat().st_size
-        for folder in complete_checkpoints(run_dir)
-        for file in folder.rglob("*")
-        if file.is_file()
-    )
+    own = sum(map(size_of, complete_checkpoints(run_dir)))
     return float(shutil.disk_usage(_existing(run_dir)).free + own)
 
 
