@@ -287,7 +287,8 @@ def test_your_own_script(project: Render):
     script = folder / "src" / "my_project" / "finetune.py"
     script.write_text(script.read_text() + "\nraise SystemExit(3)\n")
     assert "ended with exit code" in run("./launch.sh --cpu finetune", folder, code=3)
-    script.write_text("import sys\nprint(__name__, sys.argv[1:], __spec__.name)\n")
+    # One write a rank, so that their lines do not mix.
+    script.write_text("import sys\nsys.stdout.write(f'{__name__} {sys.argv[1:]} {__spec__.name}\\n')\n")
     lines = run("./launch.sh --cpu finetune --a 1", folder).splitlines()
     assert lines == ["__main__ ['--a', '1'] my_project.finetune"] * 2
 
