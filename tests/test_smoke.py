@@ -293,6 +293,17 @@ def test_your_own_script(project: Render):
     assert lines == ["__main__ ['--a', '1'] my_project.finetune"] * 2
 
 
+@pytest.mark.parametrize(("name", "needed"), [("default", 4), ("wandb", 1)])
+def test_gpus_that_are_missing_are_not_replaced_by_a_cpu(project: Render, name: str, needed: int):
+    # Hidden, should this machine have some.
+    output = run("env CUDA_VISIBLE_DEVICES= ./launch.sh train --config configs/smoke.yaml --run_name none", project(name), 1)
+    assert [line for line in output.splitlines() if line.startswith("error: ")] == [
+        f"error: GPUs on this machine: {needed} needed, 0 found; see `make doctor`, or use ./launch.sh --cpu to do without"
+    ]
+    assert "Traceback" not in output
+    assert "none" not in [path.name for path in run_folders(project(name))]
+
+
 @pytest.mark.parametrize("name", ["default", "cpu"])
 def test_the_projects_own_linters_find_nothing(project: Render, name: str):
     run("make lint", project(name))

@@ -12,6 +12,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    parse_flag_from_env,
     set_seed,
 )
 from torch import nn
@@ -25,6 +26,7 @@ from .errors import UserError
 from .loader import EpochSampler, build_loaders
 from .model import build_model
 from .optimizer import build_optimizer
+from .platform import load_platform
 
 # A rank that waits this long for the others has lost them.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -46,8 +48,9 @@ class Parts:
 def start_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
     """Join the other processes; how many, where and in which precision the launcher has said.
 
-    Raises: UserError when the processes do not see each other.
+    Raises: UserError when there are fewer GPUs than processes, or these do not see each other.
     """
+    check_gpus()
     accelerator = Accelerator(
         # As a plugin: the launcher's environment would win over a plain number.
         gradient_accumulation_plugin=GradientAccumulationPlugin(config.gradient_accumulation_steps),
@@ -62,10 +65,24 @@ def start_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise UserError(
-            f"{launched} processes were launched but each sees {accelerator.num_processes}: no GPU "
-            "was found; use ./launch.sh --cpu, or see `make doctor`"
+            f"{launched} processes were launched but each sees {accelerator.num_processes}: "
+            "use ./launch.sh --cpu, or see `make doctor`"
         )
     return accelerator
+
+
+def check_gpus() -> None:
+    """Training on GPUs that are not there would go on, unasked, on the CPU. Raises: UserError."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or os.environ.get("DS_ACCELERATOR") == "cpu"
+    if on_cpu or not load_platform().has_gpu:
+        return
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = torch.cuda.device_count()
+    if found < wanted:
+        raise UserError(
+            f"GPUs on this machine: {wanted} needed, {found} found; see `make doctor`, or use "
+            "./launch.sh --cpu to do without"
+        )
 
 
 def build_parts(accelerator: Accelerator, config: TrainConfig) -> Parts:
