@@ -287,18 +287,37 @@ def test_your_own_script(project: Render):
     script = folder / "src" / "my_project" / "finetune.py"
     script.write_text(script.read_text() + "\nraise SystemExit(3)\n")
     assert "ended with exit code" in run("./launch.sh --cpu finetune", folder, code=3)
-    # One write a rank, so that their lines do not mix.
-    script.write_text("import sys\nsys.stdout.write(f'{__name__} {sys.argv[1:]} {__spec__.name}\\n')\n")
+    script.write_text("import sys\nprint(__name__, sys.argv[1:], __spec__.name)\n")
     lines = run("./launch.sh --cpu finetune --a 1", folder).splitlines()
     assert lines == ["__main__ ['--a', '1'] my_project.finetune"] * 2
+
+
+def test_the_scripts_of_the_page_for_beginners(project: Render):
+    """docs/distributed-training.md: each script started alone, then on two ranks, prints what the page says."""
+    page = (bootstrap.ROOT / "docs" / "distributed-training.md").read_text()
+    alone, _, together = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[0].partition("\n")
+    names = re.findall(r"`src/my_project/(\w+)\.py`", page)
+    assert names[:2] == ["hello", "gradient"]
+    on_two_ranks, of_one, of_both, *_ = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    folder = project("your-own")
+    said = []
+    for name, content in zip(names, re.findall(r"```python\n(.*?)```", page, re.DOTALL), strict=False):
+        (folder / "src" / "my_project" / f"{name}.py").write_text(content)
+        for command in (alone, together):
+            output = run(f"env {command.replace('hello', name).strip()}", folder)
+            said.append(sorted(output.splitlines()))
+        run(f"scripts/run.sh ruff check src/my_project/{name}.py", folder)
+    assert said[1:] == [sorted(text.splitlines()) for text in (on_two_ranks, of_one, of_both)]
 
 
 @pytest.mark.parametrize(("name", "needed"), [("default", 4), ("wandb", 1)])
 def test_gpus_that_are_missing_are_not_replaced_by_a_cpu(project: Render, name: str, needed: int):
     # Hidden, should this machine have some.
-    output = run("env CUDA_VISIBLE_DEVICES= ./launch.sh train --config configs/smoke.yaml --run_name none", project(name), 1)
+    command = "env CUDA_VISIBLE_DEVICES= ./launch.sh train --config configs/smoke.yaml --run_name none"
+    output = run(command, project(name), code=1)
     assert [line for line in output.splitlines() if line.startswith("error: ")] == [
-        f"error: GPUs on this machine: {needed} needed, 0 found; see `make doctor`, or use ./launch.sh --cpu to do without"
+        f"error: GPUs on this machine: {needed} needed, 0 found; see `make doctor`, or use ./launch.sh --cpu to do "
+        "without"
     ]
     assert "Traceback" not in output
     assert "none" not in [path.name for path in run_folders(project(name))]

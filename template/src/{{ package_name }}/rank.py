@@ -15,6 +15,8 @@ import threading
 def main() -> None:
     """Run the module that the arguments name, and leave with its exit code."""
     del sys.argv[0]
+    for stream in sys.stdout, sys.stderr:  # whole lines, so that those of two ranks do not mix
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     code = 0
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
