@@ -245,7 +245,9 @@ def test_without_slurm_each_target_says_what_is_missing(renderer: Renderer, tmp_
 
 
 def login_node(tmp_path: Path, **programs: str) -> str:
-    """A path on which Slurm's programs find everything well, but for these."""
+    """A path on which Slurm's programs find everything well, but for these; the options of runs are well, too."""
+    for name in ("python", "accelerate"):
+        executable(tmp_path / "project/.venv/bin" / name, "")
     for name in ("sbatch", "squeue", "scancel", "sinfo", "scontrol", "sacctmgr"):
         executable(tmp_path / "bin" / name, programs.get(name, ""))
     return f"{tmp_path}/bin:/usr/bin:/bin"

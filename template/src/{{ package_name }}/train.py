@@ -73,15 +73,7 @@ class Run:
 
 def main() -> int:
     """Train, or go on training, the run that the configuration names."""
-    parser = argparse.ArgumentParser(prog="train", description=main.__doc__, add_help=False)
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|CHECKPOINT",
-        help="auto: from the newest checkpoint, or fresh if there is none (default); "
-        "never: fresh or not at all; else a step or the folder of a checkpoint",
-    )
-    config, arguments = load_config(extra=parser)
+    config, arguments = load_config(extra=options_of_training())
     platform = load_platform()
     preemption = Preemption()
     prepare_tracker(platform.tracker, config.run_dir)
@@ -106,6 +98,19 @@ def main() -> int:
     preemption.disconnect()
     leave(accelerator)
     return code
+
+
+def options_of_training() -> argparse.ArgumentParser:
+    """What `train` takes besides the keys of the configuration."""
+    parser = argparse.ArgumentParser(prog="train", description=main.__doc__, add_help=False)
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|CHECKPOINT",
+        help="auto: from the newest checkpoint, or fresh if there is none (default); "
+        "never: fresh or not at all; else a step or the folder of a checkpoint",
+    )
+    return parser
 
 
 def set_up(
