@@ -553,7 +553,7 @@ def test_launch_of_several_machines_says_what_is_missing(several: Path, change: 
     assert output.startswith(f"error: {sentence}") and len(output.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["--cpu"], ["--help"], ["src/train.py"]])
+@pytest.mark.parametrize("arguments", [[], ["--cpu"], ["--help"], ["src/train.py"], ["trian"], ["--cpu", "trian"]])
 def test_launch_without_a_module_says_how(recorder: Path, arguments: list[str]):
     output = run(recorder / "launch.sh", *arguments, code=2, env=CLEAN)
     assert output.startswith("usage: ./launch.sh ") and len(output.splitlines()) == 1
@@ -781,6 +781,8 @@ def test_update_needs_git_a_clean_tree_and_copier(copy: Path, tmp_path: Path):
     run("git", "commit", "-qm", "start", cwd=copy)
     output = run(script, "--defaults", "--data", "num_gpus=8", env=env)
     assert output == "update|--defaults|--data|num_gpus=8|"
+    output = run(script, "--data", "num_gpus=8", env=env)
+    assert output == "update|--defaults|--data|num_gpus=8|", "nobody is there to be asked"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def exported(renderer: Renderer, file: str) -> Any:
 
 # Through the command line, since exit code, last line and an untouched disk are the promise.
 REFUSED_ON_THE_COMMAND_LINE: list[tuple[Answers, str]] = [
-    ({"gpu_cuont": 4}, "there is no question 'gpu_cuont'"),
+    ({"gpu_cuont": 4}, "there is no question 'gpu_cuont'; the questions are project_name"),
+    ({"num_gpu": 4}, "there is no question 'num_gpu': did you mean num_gpus? The questions are project_name"),
+    ({"num_gpus": -1}, "num_gpus must be from 0 (CPU only) to 16"),
     ({"num_gpus": "8.5"}, 'num_gpus must be a whole number such as 4, not "8.5"'),
     ({"project_slug": "../elsewhere"}, "project_slug must be 1 to 40 small letters"),
     ({"package_name": "torch"}, "package_name must not be 'torch'"),

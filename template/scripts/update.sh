@@ -19,6 +19,9 @@ source=$(sed -n 's/^_src_path: *//p' .copier-answers.yml)
 [[ $source == *:* || -e ${source/#\~/$HOME}/copier.yml ]] ||
   fail "the template is not at '$source', seen from here: write its address or full path after _src_path: in .copier-answers.yml, commit that, and update again"
 
+if [[ ! -t 0 && " $* " != *" --defaults "* ]]; then
+  set -- --defaults "$@" # nobody is there to be asked
+fi
 copier update "$@"
 
 conflicts=$(git ls-files --unmerged | cut -f 2 | sort -u)
