@@ -419,6 +419,24 @@ def test_fast_rendering_equals_the_command_line(
         assert files(renderer.render(answers, tmp_path / f"fast-{number}")) == files(tmp_path / f"real-{number}")
 
 
+@pytest.mark.parametrize(
+    ("answers", "commands"),
+    [
+        ({"deployment": "local"}, "make setup && make train"),
+        ({"deployment": "slurm"}, "make setup && make submit"),
+        ({"deployment": "slurm", "container_runtime": "pyxis"}, "make build && make image && make submit"),
+        (
+            {"deployment": "slurm", "container_runtime": "pyxis", "image_registry": "example.com/team"},
+            "make build push && make image && make submit",
+        ),
+    ],
+)
+def test_what_is_to_be_typed_next(template: Path, tmp_path: Path, answers: Answers, commands: str) -> None:
+    result = run_copier("copy", "--defaults", *data_arguments(answers), template, tmp_path / "project")
+    assert result.returncode == 0, result.stderr
+    assert f"\n  {commands}\n" in result.stderr
+
+
 def test_preset_with_data_file(template: Path, renderer: Renderer, tmp_path: Path) -> None:
     preset = ROOT / "presets" / "server-4xa100-40gb-fp16.yml"
     result = run_copier("copy", "--defaults", "--data-file", preset, template, tmp_path / "project")

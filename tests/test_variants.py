@@ -232,7 +232,10 @@ def test_scripts_can_be_run(everything: list[Variant]) -> None:
 
 
 def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) -> None:
-    """Byte for byte, and so are the tests and the hyper-parameters; a test names the package that it imports."""
+    """Byte for byte, and so are the tests and, but for the batch, the hyper-parameters.
+
+    A test names the package that it imports.
+    """
     seen: dict[str, bytes] = {}
     for variant in everything:
         package = variant.answers["package_name"]
@@ -240,9 +243,22 @@ def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) ->
             if name.endswith(".py") or name.startswith("configs/"):
                 if name.startswith("tests/"):
                     content = re.sub(rf"\b{package}\b".encode(), b"package", content)
+                content = re.sub(rb"^global_batch_size: \d+", b"global_batch_size: 1", content, flags=re.MULTILINE)
                 same = name.replace(f"src/{package}/", "src/package/")
                 assert seen.setdefault(same, content) == content, (variant.given, name)
     assert {"src/package/train.py", "src/package/model.py", "configs/train.yaml"} <= set(seen)
+
+
+def test_batches_are_shared_out_evenly(renderer: Renderer) -> None:
+    """Near that of the recipe, and two samples or more for each process."""
+    for num_gpus, num_machines in itertools.product((0, 1, 3, 4, 7, 8, 16), (1, 2, 5, 16, 1024)):
+        processes = max(num_gpus * num_machines, 1)
+        files = renderer.contents({"num_gpus": num_gpus, "num_machines": num_machines if num_gpus else 1})
+        for name, recipe in {"train": 64, "cifar10": 512}.items():
+            batch = yaml.safe_load(files[f"configs/{name}.yaml"][0])["global_batch_size"]
+            assert batch % processes == 0 and batch >= 2 * processes
+            assert batch % 2 == 0, "by ./launch.sh --cpu as well"
+            assert recipe <= batch < recipe + 2 * processes or batch == 2 * processes
 
 
 def test_no_two_variants_are_the_same(machines: list[Variant]) -> None:

@@ -21,10 +21,14 @@ SAVED = "saved"
 
 ALMOST_FULL = 1 << 20  # bytes
 
+TOO_FEW_SAMPLES = "Expected more than 1 value per channel when training"
+
 # Errors of libraries that have a well-known cure.
 HINTS = {
     "Expected to have finished reduction": "some parameters got no gradient in this step: set "
     "find_unused_parameters: true in the configuration, or remove them from the model",
+    TOO_FEW_SAMPLES: "BatchNorm does not learn from one sample: raise global_batch_size, or lower "
+    "gradient_accumulation_steps, for two or more in each forward pass",
     "out of memory": "raise gradient_accumulation_steps to make each forward pass smaller "
     "(global_batch_size stays), or take a smaller model",
     "unable to open shared memory object": "/dev/shm is too small for the loader processes: raise "

@@ -32,7 +32,7 @@ class EpochSampler(Sampler[int]):
         if num_samples < global_batch_size:
             raise UserError(
                 f"{num_samples} training samples make no batch of {global_batch_size}, so there "
-                "would be zero steps: give a smaller global_batch_size"
+                "would be zero steps: give more data, or a smaller global_batch_size"
             )
         self.num_samples = num_samples
         self.samples_per_epoch = num_samples // global_batch_size * global_batch_size

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from . import backend
 from .config import TrainConfig
 from .data import Batch, Datasets
-from .errors import UserError
+from .errors import HINTS, TOO_FEW_SAMPLES, UserError
 from .loader import build_loaders
 from .model import build_model
 from .optimizer import build_optimizer
@@ -115,6 +115,10 @@ def setup_of(platform: Platform, accelerate_config: Mapping[str, Any]) -> Setup:
 # --- One step, counted ---
 
 
+class TooFewSamples(UserError):
+    """The model needs two samples or more in a forward pass, and this is one."""
+
+
 class Meter(TorchDispatchMode):
     """Bytes of all storages that operations made and that are alive; gradients apart."""
 
@@ -200,6 +204,7 @@ def measure(
 
     Args:
         batch: a real batch of at least two samples, or as many as asked for.
+    Raises: TooFewSamples.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -208,7 +213,10 @@ def measure(
             return _run(config, datasets, inputs, batch_size, setup)
     except UserError:
         raise
-    except Exception:  # what a model does with the content of its tensors has no end of forms
+    except Exception as error:
+        if TOO_FEW_SAMPLES in str(error):
+            raise TooFewSamples(HINTS[TOO_FEW_SAMPLES]) from error
+        # What a model does with the content of its tensors has no end of forms.
         return _extrapolate(config, datasets, batch, batch_size, setup)
 
 

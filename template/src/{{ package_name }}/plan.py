@@ -27,6 +27,7 @@ from .memory import (
     Estimate,
     Setup,
     Step,
+    TooFewSamples,
     checkpoint_bytes,
     estimate,
     first_batch,
@@ -78,6 +79,15 @@ class Planner:
     def fits(self, config: TrainConfig, setup: Setup) -> bool:
         """Whether the estimate is below the limit."""
         return self.estimate(config, setup).total <= self.limit
+
+    @functools.cached_property
+    def fewest_samples(self) -> int:
+        """What a forward pass needs: one sample, or two where there is BatchNorm."""
+        try:
+            self._step(1, False, Setup(num_gpus=1))
+        except TooFewSamples:
+            return 2
+        return 1
 
 
 def main() -> int:
@@ -207,7 +217,8 @@ def _accumulation(planner: Planner, config: TrainConfig, setup: Setup) -> int | 
     """The fewest forward passes a step with which this global batch fits."""
     share, rest = divmod(config.global_batch_size, setup.num_processes)
     first = config.gradient_accumulation_steps
-    passes = [] if rest else [n for n in range(first, share + 1) if share % n == 0]
+    most = share // planner.fewest_samples
+    passes = [] if rest else [n for n in range(first, most + 1) if share % n == 0]
 
     def fits(count: int) -> bool:
         return planner.fits(replace(config, gradient_accumulation_steps=count), setup)
@@ -219,14 +230,15 @@ def _accumulation(planner: Planner, config: TrainConfig, setup: Setup) -> int | 
 def _smaller_batch(planner: Planner, config: TrainConfig, setup: Setup) -> int | None:
     """The largest smaller global batch that fits as it is."""
     shares = setup.num_processes * config.gradient_accumulation_steps
-    low, high = 0, config.global_batch_size // shares  # low fits, high does not
+    fewest = planner.fewest_samples
+    low, high = fewest - 1, config.global_batch_size // shares  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         if planner.fits(replace(config, global_batch_size=middle * shares), setup):
             low = middle
         else:
             high = middle
-    return low * shares or None
+    return low * shares if low >= fewest else None
 
 
 def _other_setups(platform: Platform, setup: Setup) -> Iterator[tuple[dict[str, str], Setup]]:
@@ -270,15 +282,16 @@ def _answers(changes: dict[str, str]) -> str:
 def _more_gpus(planner: Planner, config: TrainConfig, setup: Setup) -> str:
     """What to do when nothing of this machine is enough."""
     if not setup.num_gpus:
-        return "a smaller model: even one sample a forward pass needs more memory than there is"
+        return "a smaller model: even the smallest batch needs more memory than there is"
     sharded = replace(setup, backend="fsdp", sharding="full", cpu_offload="none", num_machines=1)
     count = setup.num_processes * 2
     while count <= MAX_GPUS:
-        least = replace(config, global_batch_size=count, gradient_accumulation_steps=1)
+        fewest = count * planner.fewest_samples
+        least = replace(config, global_batch_size=fewest, gradient_accumulation_steps=1)
         if planner.fits(least, replace(sharded, num_gpus=count)):
             return f"a smaller model, or {count} GPUs with backend=fsdp and sharding=full"
         count *= 2
-    return "a smaller model: one sample a forward pass needs more than sharded GPUs have"
+    return "a smaller model: the smallest batch needs more than sharded GPUs have"
 
 
 # --- Volume ---

@@ -24,6 +24,7 @@ from .config import TrainConfig, per_device_batch_size
 from .data import Datasets, build_datasets
 from .errors import UserError
 from .loader import EpochSampler, build_loaders
+from .logs import logger
 from .model import build_model
 from .optimizer import build_optimizer
 from .platform import load_platform
@@ -95,8 +96,11 @@ def build_parts(accelerator: Accelerator, config: TrainConfig) -> Parts:
     )
     set_seed(config.seed)
     model = build_model(config.model, datasets)
-    if config.sync_batchnorm and accelerator.num_processes > 1 and torch.cuda.is_available():
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.sync_batchnorm and accelerator.num_processes > 1:
+        if accelerator.device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        else:
+            logger.info("sync_batchnorm needs GPUs: each process has statistics of its own here")
     if config.compile:
         model.compile(backend=config.compile_backend)  # in place, so no name of a weight changes
     optimizer = build_optimizer(model, config)
