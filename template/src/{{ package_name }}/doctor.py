@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 import warnings
 from collections import Counter
@@ -235,6 +236,27 @@ def judge_lock(facts: LockFacts, platform: Platform) -> Line:
         return warn(shown + more, advice)
     version = facts.locked["accelerate"]
     return ok(f"accelerate {version}, all {len(facts.locked)} packages as locked")
+
+
+def collect_compiler(context: Context) -> Sequence[str]:
+    """What is missing of that which compiles for torch."""
+    compiler = os.environ.get("CXX", "c++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(compiler) else [f"the C++ compiler {compiler}"]
+    return missing if header.is_file() else [*missing, str(header)]
+
+
+def judge_compiler(missing: Sequence[str], platform: Platform) -> Line:
+    """DeepSpeed compiles its optimizer for the CPU; torch.compile needs a compiler too."""
+    if not missing:
+        return ok("there, with Python's headers")
+    found = f"{' and '.join(missing)} not found"
+    if platform.training.backend != "deepspeed" or platform.training.cpu_offload == "none":
+        return ok(f"{found}: nothing but compile: true would need it")
+    return fail(
+        f"{found}, and DeepSpeed compiles its AdamW for the CPU",
+        "install them (Debian, Ubuntu: build-essential, python3-dev)",
+    )
 
 
 # --- GPUs ---
@@ -870,6 +892,7 @@ CHECKS: Sequence[Check] = (
     Check("torch", collect_torch, judge_torch),
     Check("torchvision", collect_torch, judge_torchvision),
     Check("packages", collect_lock, judge_lock),
+    Check("compiler", collect_compiler, judge_compiler),
     Check("CUDA", collect_gpus, judge_cuda, on_gpu=True),
     Check("driver", collect_gpus, judge_driver, on_gpu=True),
     Check("GPUs", collect_gpus, judge_gpu_count, on_gpu=True),

@@ -29,6 +29,8 @@ HINTS = {
     "find_unused_parameters: true in the configuration, or remove them from the model",
     TOO_FEW_SAMPLES: "BatchNorm does not learn from one sample: raise global_batch_size, or lower "
     "gradient_accumulation_steps, for two or more in each forward pass",
+    "requires the cpu_adam op": "DeepSpeed compiles its optimizer for the CPU: install a C++ "
+    "compiler and Python's headers (Debian, Ubuntu: build-essential, python3-dev)",
     "out of memory": "raise gradient_accumulation_steps to make each forward pass smaller "
     "(global_batch_size stays), or take a smaller model",
     "unable to open shared memory object": "/dev/shm is too small for the loader processes: raise "
