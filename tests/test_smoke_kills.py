@@ -1,4 +1,6 @@
-"""Runs that are killed at every point of saving: nothing complete is lost, and the end is the same bit for bit.
+"""Runs that are killed before their ranks meet, and at every point of saving.
+
+Nothing complete is lost, no process is left over, and the end is the same bit for bit.
 
 `nox -s kills` does it a thousand times at random instants.
 """
@@ -63,11 +65,12 @@ def whole(make: Make) -> Callable[[str], Run]:  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_every_point_of_saving(whole: Callable[[str], Run], kind: str):
+def test_killed_at_every_point(whole: Callable[[str], Run], kind: str):
     name, options, of_main, of_the_other = KINDS[kind]
     expected = whole(name)
     run = replace(expected, name=f"killed-{kind}", options=f"{OPTIONS} {options}")
-    points = [f"0:{WHOM[i % 3]}:{point}" for i, point in enumerate(of_main)]
+    points = ["0:launcher:meet", "1:launcher:meet"]
+    points += [f"0:{WHOM[i % 3]}:{point}" for i, point in enumerate(of_main)]
     points += [f"1:{WHOM[i % 3]}:{point}" for i, point in enumerate(of_the_other)]
     complete = 0
     for point in points:

@@ -2,7 +2,8 @@
 """Goes into a copy of a generated project as `faults.py`: kills a process at a named point of saving.
 
 FAULT is RANK:WHOM:POINT. At the first such point in this start, this rank kills WHOM: itself, the launcher, or all
-processes of the job. Points are the operations on the checkpoint volume, with digits of names left out.
+processes of the job. Points are `meet`, before the ranks know each other, and the operations on the checkpoint volume,
+with digits of names left out.
 """
 
 import os
@@ -30,7 +31,7 @@ def reach(point: str) -> None:
     others = [one for one in processes() if one not in (launcher, me)] if whom == "all" else []
     for process in [*others, *([] if whom == "rank" else [launcher]), *([] if whom == "launcher" else [me])]:
         os.kill(process, signal.SIGKILL)
-    time.sleep(1)  # without its launcher a rank is told to stop, saves and ends
+    time.sleep(1)  # without its launcher a rank is told to stop, saves and ends; or is killed, if it has yet to start
 
 
 def processes() -> list[int]:
@@ -61,6 +62,7 @@ def wrap(owner: Any, name: str, tell: Callable[..., str], after: bool = False) -
 
 
 if FAULT:
+    wrap(Accelerator, "__init__", lambda *_, **__: "meet")
     wrap(Accelerator, "save_state", lambda *_, **__: "state")
     wrap(Accelerator, "save_state", lambda *_, **__: "state written", after=True)
     wrap(staging, "save_accelerator_state", lambda *_, **__: "state")

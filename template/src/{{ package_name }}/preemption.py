@@ -6,8 +6,6 @@ step. The reduction runs on the CPU beside the step and is read at the next boun
 synchronisation with the GPU.
 """
 
-import ctypes
-import os
 import signal
 from types import FrameType
 from typing import Any
@@ -15,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import LAUNCHER_VARIABLE
+from .rank import when_launcher_dies
 
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -31,15 +28,6 @@ class Preemption:
         self._group: Any = None
         for one in SIGNALS:
             signal.signal(one, self._on_signal)
-        self._stop_with_launcher()
-
-    def _stop_with_launcher(self) -> None:
-        """Have the kernel tell this rank to stop when the launcher dies, which then cannot."""
-        launcher = os.environ.get(LAUNCHER_VARIABLE)
-        if launcher:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != int(launcher):  # it died before
-                self.signal_received = signal.SIGTERM.name
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_received = self.signal_received or signal.Signals(number).name
@@ -48,6 +36,7 @@ class Preemption:
         """Make the process group of the reduction. Collective; once the ranks know each other."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
+        when_launcher_dies(signal.SIGTERM)  # from now on there may be something to save
 
     def agreed(self) -> bool:
         """Whether any rank had been told to stop when this was last called. Collective."""
