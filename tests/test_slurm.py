@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -304,7 +304,7 @@ def test_two_jobs_on_the_same_nodes_and_an_array(
         assert real.cluster.wait_for_end(job) == "COMPLETED", real.log(run, job)
         assert (real.folder.parent / f"checkpoints/{run}/latest").read_text().strip() == "step-00000015"
     for task, rate in enumerate((0.2, 0.1, 0.05, 0.02), 1):
-        assert real.cluster.wait_for_end(f"{array}_{task}") == "COMPLETED", single.log(f"sweep-{task}", array)
+        assert real.cluster.wait_for_end(f"{array}_{task}") == "COMPLETED", single.log(f"sweep@{task}", array)
         config = yaml.safe_load((folder.parent / f"checkpoints/sweep-{task}/config.yaml").read_text())
         assert config["learning_rate"] == rate and config["run_name"] == f"sweep-{task}"
 
@@ -320,6 +320,10 @@ note "start $*"
 case $DOES in
 fail) exit 1 ;;
 stop) exit 75 ;;
+third)
+  [[ $* != *"--run_name "*-3 ]] || exit 75
+  while [[ ! -e $NOTES.done ]]; do sleep 0.1; done
+  ;;
 wait)
   trap 'sleep 1; note saved; exit 75' USR1 TERM
   while [[ ! -e $NOTES.done ]]; do sleep 0.1; done
@@ -525,6 +529,52 @@ def test_cancel_lets_it_save_and_ends_it(bench: Bench):
     assert bench.refused("cancel", "RUN=cancelled").startswith("run 'cancelled' has no job")
 
 
+def test_cancel_while_a_job_is_being_started(bench: Bench):
+    """Slurm loses a signal for a job that has no process yet."""
+    job = bench.submit("early", DOES="wait")
+    bench.cluster.wait(lambda: bench.cluster.state(job) == "RUNNING", "it runs, as Slurm says")
+    bench.make("cancel", "RUN=early")
+    assert bench.cluster.wait_for_end(job) == "COMPLETED"
+    assert bench.cluster.job(job)["Restarts"] == "0"
+    (bench.folder / "slurm/logs/late.cancel").touch()  # as if it were started only now
+    assert bench.command("slurm/job.sh", "train", JOB_ID="late", ARRAY_TASK="", NUM_MACHINES="2").returncode == 0
+    assert not list((bench.folder / "slurm/logs").glob("*.cancel"))
+
+
+def test_one_task_of_an_array_is_requeued_alone(bench: Bench):
+    """The last one has the number of the whole array. A file that was written on Windows, with remarks."""
+    (bench.folder / "sweep.txt").write_bytes(b"# rates\r\n--epochs 1\r\n\r\n  # more\r\n--epochs 2\r\n--epochs 3\r\n")
+    array = bench.submit("sweep", "ARRAY=sweep.txt", DOES="third")
+    bench.another_turn(f"{array}_3", 1)
+    bench.wait_for("start", 8)  # three tasks on two machines, and one of them again
+    for task in (1, 2):
+        job = bench.cluster.job(f"{array}_{task}")
+        assert (job["JobState"], job["Restarts"]) == ("RUNNING", "0")
+    given = [tuple(arguments[-4:]) for _, arguments in bench.notes()]
+    assert sorted(set(given)) == [("--epochs", str(task), "--run_name", f"sweep-{task}") for task in (1, 2, 3)]
+
+
+def test_in_a_folder_behind_a_link(bench: Bench):
+    """As home folders are on many clusters."""
+    link = bench.folder.parent / "link"
+    link.symlink_to(bench.folder)
+    behind = replace(bench, folder=link, environment=bench.environment | {"PWD": str(link)})
+    job = behind.submit("linked", DOES="wait")
+    assert "has a job already" in behind.refused("submit", "RUN=linked")
+    assert job in behind.make("status")
+    assert "saves and ends" in behind.make("cancel", "RUN=linked")
+
+
+def test_submitted_from_an_interactive_allocation(bench: Bench):
+    """What Slurm told that one is not for the job."""
+    allocation = ["salloc", "--quiet", "--nodes=1", "--ntasks-per-node=1", "--mem-per-cpu=100"]
+    done = bench.command(*allocation, "make", "submit", "RUN=inside", "CONFIG=configs/smoke.yaml", bench.cpu)
+    assert done.returncode == 0, done.stdout
+    [job] = re.findall(r"^job (\d+) trains", done.stdout, re.MULTILINE)
+    assert bench.cluster.wait_for_end(job) == "COMPLETED", bench.log("inside", job)
+    assert len(bench.notes()) == 2
+
+
 def test_scancel_is_final(bench: Bench):
     job = bench.submit("killed", DOES="wait")
     bench.wait_for("start", 2)
@@ -563,10 +613,13 @@ def test_in_an_interactive_allocation(bench: Bench):
     allocation = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
     assert bench.command(*allocation, "make", "train").returncode == 0
     assert sorted(host for host, _ in bench.notes()) == ["node1", "node2"]
+    on_a_machine = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
+    assert bench.command(*allocation, *on_a_machine, "make", "train").returncode == 0
+    assert sorted(host for host, _ in bench.notes()[2:]) == ["node1", "node2"]
     config = bench.folder / "accelerate_config.cpu.yaml"
     config.write_text(config.read_text().replace("num_machines: 2", "num_machines: 1"))
     assert bench.command(*allocation, "make", "smoke").returncode == 0
-    assert [host for host, _ in bench.notes()[2:]] == ["node1"]
+    assert [host for host, _ in bench.notes()[4:]] == ["node1"]
     done = bench.command("salloc", "--quiet", "--nodes=1", "./launch.sh", "train")
     assert done.returncode == 2
     assert "error: this job has 1 machines, and accelerate_config.yaml is for 2" in done.stdout
@@ -595,6 +648,12 @@ def test_status_and_logs(bench: Bench):
     (bench.folder / f"slurm/logs/shown-{job}.log").write_text("what it said\n")
     followed = bench.command("timeout", "2", "make", "--no-print-directory", "logs", "RUN=shown").stdout
     assert "what it said" in followed.splitlines()
+    for name, number in {"shown-2": 77, "shown@3": 78}.items():  # of another run; of a task in an array
+        (bench.folder / f"slurm/logs/{name}-{number}.log").write_text(f"{name}\n")
+        os.utime(bench.folder / f"slurm/logs/{name}-{number}.log", (4e9, 4e9 + number))
+    for run, word in {"shown": "shown@3", "shown-3": "shown@3", "shown-2": "shown-2"}.items():
+        followed = bench.command("timeout", "2", "make", "--no-print-directory", "logs", f"RUN={run}").stdout
+        assert {"shown-2", "shown@3"} & set(followed.splitlines()) == {word}
 
 
 def test_resume_needs_something_to_go_on_with(bench: Bench):
@@ -620,12 +679,16 @@ def test_resume_needs_something_to_go_on_with(bench: Bench):
         ("SBATCH=--constraint=h100", "--constraint names a feature that no machine has"),
         ("SBATCH=--time=2-00:00:01 --partition=gpu", "2-00:00:01 is above the 2-00:00:00 of partition gpu"),
         ("SBATCH=--time=1441", "a time limit of 1441 is above the 1-00:00:00 of partition main"),
+        ("SBATCH=--time=2", "a time limit of 2 is too short: a job is told to save 90 seconds .* at least 3 minutes"),
+        ("SBATCH=-p gpu", "'-p' is no option of sbatch as it is needed here: write them as --name=value"),
+        ("SBATCH=--time 2:00:00", "'2:00:00' is no option of sbatch as it is needed here: write them as --name=value"),
         ("SBATCH=--time=soon", "Invalid --time specification"),
         ("SBATCH=--signal=what", "Invalid --signal specification"),
         ("SBATCH=--nonsense", "unrecognized option '--nonsense'"),
         ("SBATCH=--output=elsewhere/%j.log", "the folder of the log, elsewhere, is missing .*: mkdir -p elsewhere"),
         ("CONFIG=configs/none.yaml", "the configuration 'configs/none.yaml' does not exist"),
         ("RUN=a/b", "the run cannot be called 'a/b' in Slurm"),
+        ("SBATCH=--array=1-3", "several runs in one job are given with ARRAY=sweep.txt"),
         ("ARRAY=none.txt", "ARRAY is 'none.txt': give a file with the options of one run in each line"),
         ("CHAIN=many", "CHAIN is 'many': give a number of jobs from 1 to 99"),
     ],

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 EXIT_ERROR = 1
@@ -94,4 +95,5 @@ def leave_note(text: str) -> None:
     """Tell the launcher, if there is one, how this rank ends."""
     note = os.environ.get(NOTE_VARIABLE)
     if note:
-        Path(note).write_text(text, encoding="utf-8")
+        with suppress(OSError):  # it has gone
+            Path(note).write_text(text, encoding="utf-8")

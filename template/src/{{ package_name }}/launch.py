@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from accelerate.commands.launch import (
     _validate_launch_command,
@@ -32,6 +34,9 @@ from .errors import EXIT_PREEMPTED, EXPLAINED, LAUNCHER_VARIABLE, NOTE_VARIABLE,
 # A rank that dies leaves the others waiting for it. This signal, which nothing else sends, ends
 # them at once; the agent would ask them with SIGTERM and wait for 30 seconds.
 CLOSING = signal.SIGRTMAX
+
+# Each of these has the ranks save and end.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 # Where DeepSpeed's kernels, which are compiled on their first use, are kept.
 KERNELS_VARIABLE = "TORCH_EXTENSIONS_DIR"
@@ -61,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ[KERNELS_VARIABLE] = str(_kernels_of_this_machine())
     import torch.distributed.run  # noqa: F401  (the agent, whose loggers are to be quiet)
 
-    # The agent would die of SIGUSR1, which Slurm sends ahead of a time limit.
-    signal.signal(signal.SIGUSR1, elastic._terminate_process_handler)
+    # The agent would die of SIGUSR1, which Slurm sends ahead of a time limit, and of a second
+    # signal while the ranks save.
+    elastic._terminate_process_handler = _stop
+    signal.signal(signal.SIGUSR1, _stop)
     # It reports stops and failures with tables and tracebacks of its own code.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -101,6 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SignalException as stop:
             return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + int(stop.sigval)
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """Begin the shutdown, once: another signal would cut it off while the ranks save."""
+    for one in STOPPING:
+        signal.signal(one, signal.SIG_IGN)
+    raise SignalException(f"told to stop by {signal.Signals(number).name}", signal.Signals(number))
 
 
 def _kernels_of_this_machine() -> Path:
