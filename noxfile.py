@@ -1,7 +1,7 @@
 """What is checked, and how: `python3 bootstrap.py test` runs the default sessions.
 
 lint, render, smoke,
-slurm                 run by default, in this order; slurm needs root, or sudo without a password
+slurm, docker         run by default, in this order; the last two need root, or sudo without a password
 bench                 speed, as ratios
 kills                 runs that are killed at random instants, many times
 newcomer              both commands on a machine that has nothing (needs root and debootstrap)
@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -22,17 +23,19 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bootstrap
+from tests.support import docker as engine
 from tests.support import slurm as cluster
 from tools.sources import sources
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "render", "smoke", "slurm"]
+nox.options.sessions = ["lint", "render", "smoke", "slurm", "docker"]
 nox.options.default_venv_backend = "none"
 
 TESTS_VENV = bootstrap.BUILD / "tests-venv"
 SMOKE_TESTS = "tests/test_smoke*.py"
 LINT_TESTS = "tests/test_repository.py"
 SLURM_TESTS = "tests/test_slurm.py"
+DOCKER_TESTS = "tests/test_docker.py"
 
 
 class Tools:
@@ -81,7 +84,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def render(session: nox.Session) -> None:
     """Valid answers give files that their consumers accept; the others are refused."""
-    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", f"--ignore={LINT_TESTS}", f"--ignore={SLURM_TESTS}")
+    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS)
+    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", *(f"--ignore={tests}" for tests in others))
 
 
 @nox.session
@@ -94,19 +98,30 @@ def smoke(session: nox.Session) -> None:
 @nox.session
 def slurm(session: nox.Session) -> None:
     """Rendered projects train, are stopped and go on in a real cluster of two nodes on this machine."""
-    install = "apt-get install --yes --no-install-recommends " + " ".join(cluster.PACKAGES)
+    run_as_root(session, SLURM_TESTS, cluster.PACKAGES, cluster.missing())
+
+
+@nox.session
+def docker(session: nox.Session) -> None:
+    """The rendered image is built, trains and is stopped in a real engine; services are probed."""
+    run_as_root(session, DOCKER_TESTS, engine.PACKAGES, engine.missing())
+
+
+def run_as_root(session: nox.Session, tests: str, packages: Sequence[str], missing: Sequence[str]) -> None:
+    """Run tests that start services; what these need is installed first."""
     if not can_be_root():
-        reason = "a cluster needs root, or sudo without a password: run `sudo nox -s slurm`"
+        reason = f"this needs root, or sudo without a password: run `sudo nox -s {session.name}`"
         if os.environ.get("CI"):
             session.error(reason)
         session.skip(reason)
     sudo = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
-    if cluster.missing():
+    if missing:
         if not shutil.which("apt-get"):
-            session.error(f"there is no apt-get here to install what is missing: {', '.join(cluster.missing())}")
+            session.error(f"there is no apt-get here to install what is missing: {', '.join(missing)}")
         session.run(*sudo, "apt-get", "--quiet", "update", external=True)
-        session.run(*sudo, "env", "DEBIAN_FRONTEND=noninteractive", *install.split(), external=True)
-    Tools(session).run_as_root("pytest", SLURM_TESTS, *session.posargs)
+        install = ["apt-get", "install", "--yes", "--no-install-recommends", *packages]
+        session.run(*sudo, "env", "DEBIAN_FRONTEND=noninteractive", *install, external=True)
+    Tools(session).run_as_root("pytest", tests, *session.posargs)
 
 
 def can_be_root() -> bool:

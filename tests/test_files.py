@@ -25,6 +25,7 @@ TARGETS = {
     "help", "setup", "doctor", "plan", "data", "smoke", "train", "resume", "checkpoints", "prune", "evaluate",
     "export", "plot", "profile", "logs", "test", "lint", "format", "lock", "update", "clean",
 }  # fmt: skip
+WORKFLOWS = (".github/workflows/ci.yml", ".github/workflows/image.yml")
 
 
 class Project(NamedTuple):
@@ -139,7 +140,7 @@ def test_scripts_can_be_run(projects: list[Project]):
 
 
 def test_no_image_or_action_floats(projects: list[Project]):
-    for name in ("Dockerfile", "compose.yaml", ".gitlab-ci.yml", ".github/workflows/ci.yml"):
+    for name in ("Dockerfile", "compose.yaml", ".gitlab-ci.yml", *WORKFLOWS):
         for project in forms(projects, name):
             content = (project.folder / name).read_text()
             assert "latest" not in content
@@ -194,7 +195,7 @@ def test_yaml(projects: list[Project]):
         "compose.yaml",
         ".pre-commit-config.yaml",
         ".gitlab-ci.yml",
-        ".github/workflows/ci.yml",
+        *WORKFLOWS,
     ]
     run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *paths(projects, *names))
 
@@ -292,13 +293,29 @@ def test_image_tag_says_what_is_inside(renderer: Renderer, default: Path):
 
 
 def test_workflows(projects: list[Project]):
-    workflows = paths(projects, ".github/workflows/ci.yml")
+    workflows = paths(projects, *WORKFLOWS)
     run("jactionlint", *workflows)
     run("zizmor", "--offline", "--quiet", "--pedantic", *workflows)
     run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
     run("check-jsonschema", "--builtin-schema", "vendor.gitlab-ci", *paths(projects, ".gitlab-ci.yml"))
     for workflow in workflows:
         assert "group: ${{ github.workflow }}-${{ github.ref }}" in Path(workflow).read_text()
+
+
+def test_ci_pushes_images_of_tags_only(renderer: Renderer):
+    """With what they were made of; and not at all without a registry."""
+    tag = {"github": "$GITHUB_REF_NAME-torch", "gitlab": "$CI_COMMIT_TAG-torch"}
+    for ci, name in {"github": WORKFLOWS[1], "gitlab": ".gitlab-ci.yml"}.items():
+        for registry in ("", "registry.example.com/team"):
+            answers: Answers = {"ci": ci, "image_registry": registry}
+            content = renderer.contents(answers)[name][0].decode()
+            assert (
+                "make smoke-image" if ci == "github" else "./launch.sh --cpu train --config configs/smoke"
+            ) in content
+            for word in ("--push", "--provenance", "--sbom", "--password-stdin registry.example.com", tag[ci]):
+                assert (word in content) == bool(registry), word
+        condition = content.index("refs/tags/v" if ci == "github" else 'if [ -n "$CI_COMMIT_TAG" ]')
+        assert condition < content.index("docker login") < content.index("--push")
 
 
 def test_ci_takes_torch_for_the_cpu(projects: list[Project]):
@@ -339,7 +356,7 @@ def expected_targets(answers: Answers) -> set[str]:
     if has_gpu(answers):
         wanted |= {"gpus", "gpu-check"}
     if in_container(answers):
-        wanted.add("build")
+        wanted |= {"build", "pin", "scan", "smoke-image"}
         if answers["image_registry"]:
             wanted.add("push")
     if answers["deployment"] == "docker":
@@ -382,7 +399,7 @@ def test_make_n_of_every_target(projects: list[Project]):
             env={"PATH": "/nowhere", "RUN": "a", "ARGS": "-b"},
         )
         assert "./launch.sh train --config configs/train.yaml --run_name a -b\n" in printed
-        by_compose = "scripts/compose.sh run --rm train ./launch.sh train" in printed
+        by_compose = "scripts/docker.sh compose run --rm train ./launch.sh train" in printed
         assert by_compose == (project.answers["deployment"] == "docker")
         assert "--trust" not in printed
 
@@ -521,7 +538,7 @@ def test_launch_of_several_machines(several: Path, change: Answers, rank: str, a
     output = run(several / "launch.sh", "train", "-x", code=75, env=CLEAN | MACHINE | change).splitlines()
     machine = ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
     launch = ["-m", "my_project.launch", "--config_file", "accelerate_config.yaml", *machine]
-    assert output[0] == f"machine {rank} of 0 to 11, waiting for the others at {address}:{port}"
+    assert output[0] == f"machine {rank} of 12 (the first is 0), waiting for the others at {address}:{port}"
     assert output[2 : len(launch) + 5] == [*launch, "--module", "my_project.train", "-x"]
 
 
@@ -810,7 +827,7 @@ def test_update_says_where_the_template_is_sought(repository: Path, tmp_path: Pa
         ("[[ $1 == compose ]]", "Docker's daemon does not answer: start it"),
     ],
 )
-def test_compose_says_what_is_missing(copy: Path, tmp_path: Path, docker: str | None, sentence: str):
+def test_docker_says_what_is_missing(copy: Path, tmp_path: Path, docker: str | None, sentence: str):
     for tool in ("bash", "env", "dirname"):
         found = shutil.which(tool)
         assert found
@@ -818,12 +835,12 @@ def test_compose_says_what_is_missing(copy: Path, tmp_path: Path, docker: str | 
         (tmp_path / "bin" / tool).symlink_to(found)
     if docker:
         executable(tmp_path / "bin/docker", f"#!/bin/bash\n{docker}\n")
-    output = run(copy / "scripts/compose.sh", "run", "train", code=1, env={"PATH": str(tmp_path / "bin")})
+    output = run(copy / "scripts/docker.sh", "compose", "run", "train", code=1, env={"PATH": str(tmp_path / "bin")})
     assert output.startswith(f"error: {sentence}") and output.count("\n") == 1
 
 
-def test_compose_passes_everything_on(copy: Path, tmp_path: Path):
+def test_docker_passes_everything_on(copy: Path, tmp_path: Path):
     executable(tmp_path / "bin/docker", '#!/bin/bash\nprintf "%s|" "$PWD" "$@"\n')
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    output = run(copy / "scripts/compose.sh", "run", "--rm", "train", "a b", cwd=tmp_path, env=env)
+    output = run(copy / "scripts/docker.sh", "compose", "run", "--rm", "train", "a b", cwd=tmp_path, env=env)
     assert output == f"{copy}|compose|run|--rm|train|a b|"

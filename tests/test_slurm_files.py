@@ -190,36 +190,44 @@ def test_apptainer(started: Started, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("answers", "recipes"),
+    ("answers", "tool", "source"),
     [
-        (
-            {"container_runtime": "pyxis"},
-            ["rm -f slurm/image.sqsh", "enroot import --output slurm/image.sqsh dockerd://my-project:TAG"],
-        ),
+        ({"container_runtime": "pyxis"}, "enroot import --output", "dockerd://my-project:TAG"),
         (
             {"container_runtime": "pyxis", **REGISTRY},
-            [
-                "rm -f slurm/image.sqsh",
-                "enroot import --output slurm/image.sqsh docker://registry.example.com:5000#team/my-project:TAG",
-            ],
+            "enroot import --output",
+            "docker://registry.example.com:5000#team/my-project:TAG",
         ),
-        (
-            {"container_runtime": "apptainer"},
-            ["apptainer build --force slurm/image.sif docker-daemon:my-project:TAG"],
-        ),
+        ({"container_runtime": "apptainer"}, "apptainer build", "docker-daemon:my-project:TAG"),
         (
             {"container_runtime": "apptainer", **REGISTRY},
-            ["apptainer build --force slurm/image.sif docker://registry.example.com:5000/team/my-project:TAG"],
+            "apptainer build",
+            "docker://registry.example.com:5000/team/my-project:TAG",
         ),
     ],
 )
-def test_image(renderer: Renderer, tmp_path: Path, answers: Answers, recipes: list[str]):
-    """Made from the Dockerfile that Docker projects have."""
+def test_image(renderer: Renderer, tmp_path: Path, answers: Answers, tool: str, source: str):
+    """Made from the Dockerfile that Docker projects have. The file of before stays until the new one is whole."""
     project = renderer.render(SLURM | answers, tmp_path / "project")
-    assert run("make", "-n", "image", "IMAGE_TAG=TAG", cwd=project) == recipes
+    assert run("make", "-n", "image", "IMAGE_TAG=TAG", cwd=project) == [f"slurm/image.sh {source}"]
+    end = "sqsh" if answers["container_runtime"] == "pyxis" else "sif"
+    image = project / f"slurm/image.{end}"
+    image.write_text("old")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / tool.split()[0]
+    path = f"{folder}:/usr/bin:/bin"
+    said = run("make", "image", "IMAGE_TAG=TAG", cwd=project, code=2, path=path)
+    assert f"error: {program.name} was not found: call make image" in "\n".join(said)
+    for code in (1, 0):
+        program.write_text(f'#!/bin/bash\necho "$0 $*"\necho new >"${{@: -2:1}}"\nexit {code}\n')
+        program.chmod(0o755)
+        said = run("make", "image", "IMAGE_TAG=TAG", cwd=project, code=2 * code, path=path)
+        assert f"{folder}/{tool} slurm/image.new.{end} {source}" in said
+        assert image.read_text() == ("old" if code else "new\n")
     name = "registry.example.com:5000/team/my-project" if "image_registry" in answers else "my-project"
     assert run("make", "-n", "build", "IMAGE_TAG=TAG", cwd=project) == [
-        f"docker build --target train --tag {name}:TAG ."
+        f"scripts/docker.sh build --target train --tag {name}:TAG ."
     ]
     of_docker = renderer.contents(SLURM | {"deployment": "docker"})["Dockerfile"]
     assert renderer.contents(SLURM | answers)["Dockerfile"] == of_docker

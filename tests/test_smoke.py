@@ -41,6 +41,13 @@ PROJECTS: dict[str, dict[str, str]] = {
     "trackio": {"tracker": "trackio", "deployment": "local", "gpu": "h100"},
     "wandb": {"tracker": "wandb", "num_gpus": "1", "ssh": "yes"},
 }
+# Where trackers keep what they record, in the checkpoint folder.
+RECORDS = {
+    "tensorboard": "*/**/events.out.tfevents.*",
+    "wandb": "*/wandb/offline-run-*",
+    "mlflow": "*/mlflow_run_id",
+    "trackio": "trackio/*.db",
+}
 # Nothing of the surroundings may decide what a project does.
 DROPPED = ("PYTHONPATH", "VIRTUAL_ENV", "CHECKPOINT_DIR", "DATA_DIR", "CONFIG", "RUN", "ARGS")
 DROPPED_PREFIXES = ("ACCELERATE_", "MAKE", "MLFLOW_", "TRACKIO_", "WANDB_")
@@ -153,6 +160,16 @@ def test_smoke_run_learns_and_leaves_the_tree_clean(smoked: Smoke, name: str):
     for path in named:
         assert path.exists(), path
     assert (run_folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    unchanged(folder)
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_the_tracker_has_the_run(smoked: Smoke, name: str):
+    """The one that was chosen, and no other; offline."""
+    folder, run_folder, _ = smoked(name)
+    chosen = PROJECTS[name].get("tracker", "tensorboard")
+    records = {tracker for tracker, pattern in RECORDS.items() if list(run_folder.parent.glob(pattern))}
+    assert records == {chosen} - {"none"}
     unchanged(folder)
 
 
