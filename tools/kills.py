@@ -75,11 +75,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="nox -s kills --", description=__doc__)
     parser.add_argument("kills", type=int, nargs="?", default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=KINDS, help="all kills of this kind")
     options = parser.parse_args()
+    kinds = [options.only] if options.only else list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
+        for kind in kinds:
             generator = random.Random(f"{options.seed} {kind}")
-            seen = kill(Path(folder), kind, -(-options.kills // len(KINDS)), generator)
+            seen = kill(Path(folder), kind, -(-options.kills // len(kinds)), generator)
             kills = sum(seen.values()) - seen["runs"]
             print(
                 f"{kind}: {kills} kills ({seen['rank']} of a rank, {seen['launcher']} of the launcher, "
