@@ -61,7 +61,7 @@ def has_gpu(answers: Answers) -> bool:
 
 
 def in_container(answers: Answers) -> bool:
-    return bool(answers["deployment"] == "docker" or answers["container_runtime"] != "none")
+    return bool(answers["deployment"] in ("docker", "kubernetes") or answers["container_runtime"] != "none")
 
 
 def forms(projects: list[Project], name: str) -> Iterator[Project]:
@@ -133,7 +133,7 @@ def test_no_jinja_is_left(projects: list[Project]):
 
 def test_scripts_can_be_run(projects: list[Project]):
     for _, folder in projects:
-        for path in [folder / "launch.sh", *folder.glob("scripts/*"), *folder.glob("slurm/*.sh")]:
+        for path in [folder / "launch.sh", *folder.glob("scripts/*"), *folder.glob("slurm/*.sh"), *folder.glob("kubernetes/*.sh")]:
             assert path.read_text().startswith("#!/usr/bin/env "), path
             assert path.stat().st_mode & 0o111 == 0o111, path
 
@@ -169,7 +169,7 @@ def test_shell_scripts(projects: list[Project]):
     names = {
         str(path.relative_to(folder))
         for _, folder in projects
-        for path in [*folder.glob("scripts/*.sh"), *folder.glob("slurm/*.s*")]
+        for path in [*folder.glob("scripts/*.sh"), *folder.glob("slurm/*.s*"), *folder.glob("kubernetes/*.sh")]
     }
     scripts = paths(projects, "launch.sh", *sorted(names))
     run("shellcheck", *scripts)
@@ -195,6 +195,7 @@ def test_yaml(projects: list[Project]):
         ".pre-commit-config.yaml",
         ".gitlab-ci.yml",
         ".github/workflows/ci.yml",
+        *(f"kubernetes/{name}.yaml" for name in ("job", "kustomization", "service", "volume")),
     ]
     run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *paths(projects, *names))
 
@@ -350,6 +351,8 @@ def expected_targets(answers: Answers) -> set[str]:
         wanted |= {"submit", "status", "cancel"}
         if in_container(answers):
             wanted.add("image")
+    elif answers["deployment"] == "kubernetes":
+        wanted |= {"submit", "status", "cancel", "shell"}
     return wanted
 
 
@@ -403,10 +406,12 @@ def test_readme_names_targets_and_files_that_exist(projects: list[Project]):
         assert named <= targets(project.folder), project.answers
         first = re.search(r"^```sh\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
         assert first
-        train = "make submit" if project.answers["deployment"] == "slurm" else "make train"
+        train = "make submit" if project.answers["deployment"] in ("slurm", "kubernetes") else "make train"
         steps = ["make build", train] if in_container(project.answers) else ["make setup", train]
-        if project.answers["deployment"] == "slurm" and in_container(project.answers):
-            steps = ["make build" + (" push" if project.answers["image_registry"] else ""), "make image", train]
+        if in_container(project.answers) and train == "make submit":
+            steps[0] += " push" if project.answers["image_registry"] else ""
+            if project.answers["deployment"] == "slurm":
+                steps.insert(1, "make image")
         assert first[1].splitlines() == steps
         for cell in re.findall(r"^\| (`.*?) \|", content.split("## What is where")[1].split("##")[0], re.MULTILINE):
             for path in re.findall(r"`([^`]+)`", cell):

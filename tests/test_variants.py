@@ -110,7 +110,7 @@ def makes_sense(
     gpu: str, num_gpus: int, num_machines: int, precision: str, backend: str, sharding: str | None, deployment: str
 ) -> bool:
     """What a person who knows the field would say."""
-    if deployment == "docker" and gpu == "gb200":
+    if deployment in ("docker", "kubernetes") and gpu == "gb200":
         return False
     if gpu == "none" or num_gpus == 0:
         return precision in ("fp32", "bf16")
@@ -127,7 +127,7 @@ def test_exactly_the_combinations_that_make_sense(renderer: Renderer, machines: 
     wanted = set()
     counts = itertools.product(VALUES["num_gpus"], VALUES["num_machines"])
     for (num_gpus, num_machines), gpu, precision, deployment in itertools.product(
-        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local", "slurm")
+        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local", "slurm", "kubernetes")
     ):
         for backend, shardings in SHARDING.items():
             for sharding in shardings:
@@ -192,6 +192,7 @@ ALWAYS = {
 }
 IMAGE = {".dockerignore", "Dockerfile"}
 SLURM = {"slurm/job.sh", "slurm/jobs.sh", "slurm/logs/.gitignore", "slurm/train.sbatch"}
+KUBERNETES = {"kubernetes/job.yaml", "kubernetes/jobs.sh", "kubernetes/kustomization.yaml", "kubernetes/volume.yaml"}
 CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
 
 
@@ -200,12 +201,16 @@ def expected_files(answers: Answers) -> set[str]:
     expected = ALWAYS | CI[answers["ci"]]
     expected |= {f"src/{answers['package_name']}/{path.name}" for path in source.glob("*.py")}
     expected |= {f"tests/{path.name.removesuffix('.jinja')}" for path in ROOT.glob("template/tests/*.py*")}
-    if answers["deployment"] == "docker" or answers.get("container_runtime", "none") != "none":
+    if answers["deployment"] in ("docker", "kubernetes") or answers.get("container_runtime", "none") != "none":
         expected |= IMAGE
     if answers["deployment"] == "docker":
         expected |= {"compose.yaml", "scripts/compose.sh"}
     if answers["deployment"] == "slurm":
         expected |= SLURM
+    if answers["deployment"] == "kubernetes":
+        expected |= KUBERNETES
+        if answers.get("num_machines", 1) > 1:
+            expected |= {"kubernetes/service.yaml"}
     if answers.get("ssh") == "yes":
         expected |= {"scripts/sshd.sh"}
     if answers.get("backend") == "deepspeed":
@@ -228,7 +233,7 @@ def test_answers_are_remembered_as_given(everything: list[Variant]) -> None:
 def test_scripts_can_be_run(everything: list[Variant]) -> None:
     for variant in everything:
         runnable = {name for name, (_, executable) in variant.files.items() if executable}
-        assert runnable == {name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*", name)}
+        assert runnable == {name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*|kubernetes/.*\.sh", name)}
 
 
 def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) -> None:
@@ -320,7 +325,7 @@ def test_shell_scripts(machines: list[Variant], tmp_path: Path) -> None:
 def test_dockerfiles(machines: list[Variant], tmp_path: Path) -> None:
     run("hadolint", "--failure-threshold=style", *on_disk(machines, "Dockerfile", tmp_path))
     for variant in machines:
-        if variant.answers["deployment"] == "docker":
+        if "Dockerfile" in variant.files:
             base = re.search(r"^FROM (\S+) AS train$", variant.files["Dockerfile"][0].decode(), re.MULTILINE)
             assert base
             tag, _, digest = base[1].partition("@")
@@ -331,7 +336,7 @@ def test_dockerfiles(machines: list[Variant], tmp_path: Path) -> None:
 
 
 def test_yaml_is_tidy(machines: list[Variant], tmp_path: Path) -> None:
-    names = r"(compose|accelerate_config|accelerate_config\.cpu)\.yaml"
+    names = r"(compose|accelerate_config|accelerate_config\.cpu|kubernetes/\w+)\.yaml"
     run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *on_disk(machines, names, tmp_path, COMMENTS))
 
 
