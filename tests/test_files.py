@@ -402,7 +402,7 @@ def test_readme_names_targets_and_files_that_exist(projects: list[Project]):
     for project in forms(projects, "README.md"):
         content = (project.folder / "README.md").read_text()
         code = "\n".join(re.findall(r"`[^`\n]+`|^```.*?^```", content, re.MULTILINE | re.DOTALL))
-        named = set(re.findall(r"\bmake ([a-z]+)", code))
+        named = set(re.findall(r"\bmake ([a-z-]+)", code))
         assert named <= targets(project.folder), project.answers
         first = re.search(r"^```sh\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
         assert first
