@@ -1,7 +1,7 @@
 """What Kubernetes projects do where no cluster is.
 
-Manifests go through kubectl's own kustomize, the schemas of Kubernetes and the rules that these do not know. For
-what `make submit` and the others say to a cluster, a stand-in for kubectl writes it down and answers.
+Manifests go through kubectl's own kustomize or Helm's own engine, the schemas of Kubernetes and the rules that these
+do not know. For what `make submit` and the others say to a cluster, a stand-in for kubectl writes it down and answers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import kubernetes_validate
 import pytest
+import yaml
 from kubernetes_validate.utils import all_versions
 
 from tests.support.manifests import Object, job_of, kustomize, of_kind, pod_of, problems, read
@@ -35,7 +37,20 @@ class Manifests:
         wanted = ("kubernetes/", "accelerate_config")
         contents = {name: file for name, file in renderer.contents(answers).items() if name.startswith(wanted)}
         self.folder = write(contents, folder)
-        self.documents = kustomize(folder / "kubernetes")
+        self.documents = self.release({}) if self.kind == "helm" else kustomize(folder / "kubernetes")
+
+    @property
+    def kind(self) -> str:
+        return str(self.answers["manifest_kind"])
+
+    def release(self, values: Answers) -> list[Object]:
+        """What the chart makes of these values, beside those that `make submit` gives it."""
+        files = {"gpu": "accelerate_config.yaml", "cpu": "accelerate_config.cpu.yaml"}
+        config = {key: (self.folder / name).read_text() for key, name in files.items()}
+        with helm_python.Chart.load(self.folder / "kubernetes/chart") as chart:
+            name, namespace = f"{self.answers['project_slug']}-main", self.answers["namespace"] or "default"
+            rendered = chart.render({"config": config} | values, name=name, namespace=namespace)
+        return [document for text in rendered.values() for document in read(text)]
 
     @property
     def machines(self) -> int:
@@ -52,9 +67,7 @@ class Manifests:
 
 
 @pytest.fixture(scope="module")
-def manifests(
-    renderer: Renderer, variants: list[Answers], tmp_path_factory: pytest.TempPathFactory
-) -> list[Manifests]:
+def manifests(renderer: Renderer, variants: list[Answers], tmp_path_factory: pytest.TempPathFactory) -> list[Manifests]:
     """Those of every variant of the list."""
     root = tmp_path_factory.mktemp("manifests")
     wanted = [answers for answers in variants if answers.get("deployment") == "kubernetes"]
@@ -95,7 +108,7 @@ def test_manifests_are_made_of_what_is_expected(manifests: list[Manifests]):
         expected |= {("v1", "Service")} if each.machines > 1 else set()
         assert kinds == expected
         namespaces = {document["metadata"].get("namespace", "") for document in each.documents}
-        assert namespaces == {each.answers["namespace"]}
+        assert namespaces == {"" if each.kind == "helm" else each.answers["namespace"]}
 
 
 def test_what_a_job_asks_for(renderer: Renderer, tmp_path: Path):
@@ -177,6 +190,84 @@ def test_faults_are_found(renderer: Renderer, tmp_path: Path, fault: str):
     assert made.problems(documents)
 
 
+# -- the chart --------------------------------------------------------------------------------------------------------
+
+
+def comparable(documents: list[Object]) -> dict[str, Any]:
+    """What the kinds say alike: without the names that they make themselves."""
+    job = copy.deepcopy(job_of(documents))
+    job["template"]["metadata"].pop("annotations", None)
+    pod = job["template"]["spec"]
+    pod["volumes"][0]["configMap"]["name"] = "config"
+    if "subdomain" in pod:
+        pod["subdomain"] = pod["containers"][0]["env"][0]["value"] = "service"
+    config, volume = of_kind(documents, "ConfigMap"), of_kind(documents, "PersistentVolumeClaim")
+    found: dict[str, Any] = {"job": job, "config": config["data"]}
+    found |= {"volume": volume["spec"], "claim": volume["metadata"]["name"]}
+    found["queue"] = of_kind(documents, "Job")["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
+    services = [document["spec"] for document in documents if document["kind"] == "Service"]
+    return found | {"services": [{**service, "selector": None} for service in services]}
+
+
+def test_the_chart_says_what_the_plain_kind_says(renderer: Renderer, manifests: list[Manifests], tmp_path: Path):
+    charts = [each for each in manifests if each.kind == "helm"]
+    assert len(charts) > 5
+    for number, each in enumerate(charts):
+        plain = Manifests(renderer, each.given | {"manifest_kind": "job"}, tmp_path / str(number))
+        assert comparable(each.documents) == comparable(plain.documents), each.given
+
+
+def test_charts_pass_helm_lint(manifests: list[Manifests]):
+    for each in manifests:
+        if each.kind == "helm":
+            found = helm_python.lint(each.folder / "kubernetes/chart", strict=True)
+            assert not found["errors"], found
+            assert {message["error"] for message in found["messages"]} <= {"icon is recommended"}
+
+
+def test_other_values_make_another_job_and_keep_the_volume(renderer: Renderer, tmp_path: Path):
+    made = make(renderer, tmp_path, manifest_kind="helm")
+    other = made.release({"args": ["train", "--epochs", "3"]})
+    jobs = [of_kind(documents, "Job")["metadata"]["name"] for documents in (made.documents, made.release({}), other)]
+    assert jobs[0] == jobs[1] != jobs[2]
+    config = made.release({"config": {"gpu": "num_processes: 8", "cpu": ""}})
+    assert of_kind(config, "Job")["metadata"]["name"] != jobs[0], "the configuration counts too"
+    volume = of_kind(other, "PersistentVolumeClaim")
+    assert volume == of_kind(made.documents, "PersistentVolumeClaim")
+    assert volume["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"machine": 2},
+        {"machines": "2"},
+        {"machines": 0},
+        {"resources": {"gpus": 8.5}},
+        {"resources": {"memory": "64GiB"}},
+        {"resources": {"disk": "1Gi"}},
+        {"image": {"tag": ""}},
+        {"image": {"tag": "latest"}},
+        {"image": {"pullPolicy": "Sometimes"}},
+        {"args": []},
+        {"args": ["train", 3]},
+        {"args": "train"},
+        {"shmSize": "16gb"},
+        {"stopSeconds": 5},
+        {"checkpoints": {"claim": "A_b"}},
+        {"checkpoints": {"accessMode": "ReadWriteOnce"}},  # of two machines
+        {"nodeSelector": {"on": True}},
+        {"tolerations": [{"key": "a", "operator": "Equals", "effect": "NoSchedule"}]},
+        {"queue": "A B"},
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused(renderer: Renderer, tmp_path: Path, values: Answers):
+    made = make(renderer, tmp_path, manifest_kind="helm")
+    with pytest.raises(helm_python.HelmError, match="don't meet the specifications of the schema"):
+        made.release(values)
+
+
 # -- launch.sh --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +337,7 @@ case " $* " in
 *" get pods "*index=0*) cat "$fake/pods" 2>/dev/null ;;
 *" get pods "*Unschedulable*) echo "a-0: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu." ; echo "a-1: " ;;
 *" get pods "*) cat "$fake/pods" 2>/dev/null ;;
+*" get jobs "*) [[ ! -f $fake/job ]] || cat "$fake/job" ;;
 *" get jobs,pods "*) cat "$fake/table" 2>/dev/null || echo "No resources found in ml namespace." >&2 ;;
 *" get events "*) printf '%s\n' "my-project-a: exceeded quota" "other-b: no" ;;
 *" logs "*) echo "step 1" ;;
@@ -253,6 +345,20 @@ case " $* " in
 *" exec "*) echo "in the pod" ;;
 esac
 exit 0
+"""
+
+HELM = r"""
+fake={fake}
+printf 'helm %s\n' "$*" >>"$fake/calls"
+if [[ -f $fake/refusal ]]; then cat "$fake/refusal" >&2; exit 1; fi
+while (($#)); do
+  case $1 in
+  --values) cp "$2" "$fake/values" ;;
+  template) echo "what Helm makes of it" ;;
+  uninstall) rm -f "$fake/job" ;;
+  esac
+  shift
+done
 """
 
 
@@ -266,6 +372,7 @@ class Cluster:
         real = shutil.which("kubectl")
         assert real
         executable(folder / "bin/kubectl", KUBECTL.format(fake=self.fake, real=real))
+        executable(folder / "bin/helm", HELM.format(fake=self.fake))
         self.path = f"{folder}/bin:/usr/bin:/bin"
 
     def answers(self, name: str, text: str) -> None:
@@ -307,7 +414,7 @@ def test_submit(cluster: Cluster):
     job, pod = of_kind(cluster.applied, "Job"), pod_of(cluster.applied)
     assert job["metadata"]["name"] == "my-project-wide"
     labels = job["metadata"]["labels"], job["spec"]["template"]["metadata"]["labels"]
-    assert all(one["app.kubernetes.io/instance"] == "wide" for one in labels)
+    assert all(one["app.kubernetes.io/instance"] == "my-project-wide" for one in labels)
     assert pod["containers"][0]["command"] == ["./launch.sh"]
     config = ["train", "--config", "configs/train.yaml", "--run_name", "wide"]
     assert pod["containers"][0]["args"] == [*config, "--data.name", '$HOME;`id` "a', "--epochs", "3"]
@@ -355,7 +462,7 @@ def test_submit_again(cluster: Cluster):
     for state in (DONE, FAILED):
         cluster.job(state)
         cluster.make("submit", "RUN=wide")
-        assert "--namespace ml delete job my-project-wide --cascade foreground" in cluster.calls
+        assert "--namespace ml delete job my-project-wide --ignore-not-found --cascade foreground" in cluster.calls
 
 
 @pytest.mark.parametrize(
@@ -375,7 +482,10 @@ def test_options_are_looked_at_where_the_project_is_set_up(cluster: Cluster):
     executable(cluster.folder / ".venv/bin/accelerate", "")
     executable(cluster.folder / ".venv/bin/python", 'echo "error: checked $*"\nexit 1\n')
     said = cluster.refused("submit", "RUN=wide", "ARGS=--x 3")
-    assert said == "checked -m my_project.check_options --num_processes 16 --config configs/train.yaml --run_name wide --x 3"
+    assert (
+        said
+        == "checked -m my_project.check_options --num_processes 16 --config configs/train.yaml --run_name wide --x 3"
+    )
     assert cluster.refused("submit", "CPU=yes").startswith("checked -m my_project.check_options --num_processes 2 ")
 
 
@@ -415,7 +525,9 @@ def test_without_kubectl(cluster: Cluster, target: str, tmp_path: Path):
     for name in ("make", "bash", "env", "dirname", "sh"):
         (tmp_path / "nothing" / name).symlink_to(Path("/usr/bin", name))
     cluster.path = str(tmp_path / "nothing")
-    assert cluster.refused(target).startswith("kubectl was not found: install it (https://kubernetes.io/docs/tasks/tools)")
+    assert cluster.refused(target).startswith(
+        "kubectl was not found: install it (https://kubernetes.io/docs/tasks/tools)"
+    )
 
 
 def test_status(cluster: Cluster):
@@ -447,7 +559,8 @@ def test_cancel_and_resume(cluster: Cluster):
     assert cluster.refused("cancel", "RUN=wide").startswith("run 'wide' has no job")
     cluster.job(RUNNING)
     lines = cluster.make("cancel", "RUN=wide")
-    assert "kubectl --namespace ml delete job my-project-wide --cascade foreground --wait=false" in lines
+    delete = "kubectl --namespace ml delete job my-project-wide --ignore-not-found --cascade foreground --wait=false"
+    assert delete in lines
     assert lines[-1].startswith("job my-project-wide saves and ends, in 150 seconds at most: make resume RUN=wide")
     cluster.make("resume", "RUN=wide")
     assert pod_of(cluster.applied)["containers"][0]["args"][-2:] == ["--resume", "latest"]
@@ -489,3 +602,72 @@ def test_modules_that_are_no_training(cluster: Cluster):
     assert job_of(cluster.applied)["backoffLimit"] == 0
     said = run("kubernetes/jobs.sh", "submit", "nonsense", cwd=cluster.folder, code=1, path=cluster.path)
     assert said == ["error: there is no module 'nonsense': name a file of src/my_project without its .py"]
+
+
+# -- jobs.sh of a chart -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def helm(renderer: Renderer, tmp_path: Path) -> Cluster:
+    return Cluster(renderer, tmp_path, namespace="ml", manifest_kind="helm")
+
+
+def values(cluster: Cluster) -> Answers:
+    found: Answers = yaml.safe_load((cluster.fake / "values").read_text())
+    return found
+
+
+def test_submit_a_release(helm: Cluster, renderer: Renderer, tmp_path: Path):
+    lines = helm.make("submit", "RUN=wide", "ARGS=--data.name 'a \"b'")
+    assert lines[-2] == "job my-project-wide runs train of run 'wide'"
+    [call] = [call for call in helm.calls if call.startswith("helm ")]
+    words = call.split()
+    assert words[:7] == ["helm", "--namespace", "ml", "upgrade", "--install", "my-project-wide", "kubernetes/chart"]
+    assert call.endswith(
+        "--set-file config.gpu=accelerate_config.yaml --set-file config.cpu=accelerate_config.cpu.yaml"
+    )
+    config = ["train", "--config", "configs/train.yaml", "--run_name", "wide"]
+    assert values(helm)["args"] == [*config, "--data.name", 'a "b']
+    made = Manifests(renderer, KUBERNETES | {"manifest_kind": "helm"}, tmp_path / "chart")
+    documents = made.release(values(helm))
+    assert made.problems(documents) == []
+    assert pod_of(documents)["containers"][0]["args"] == values(helm)["args"]
+    assert not list(helm.folder.glob(".submit.*")), "nothing is left behind"
+
+
+def test_a_rehearsal_of_a_release(helm: Cluster, renderer: Renderer, tmp_path: Path):
+    helm.make("submit", "CPU=yes", "IMAGE_TAG=mine")
+    made = Manifests(renderer, KUBERNETES | {"manifest_kind": "helm"}, tmp_path / "chart")
+    documents = made.release(values(helm))
+    validate(documents)
+    [container] = pod_of(documents)["containers"]
+    assert container["image"] == "my-project:mine" and container["args"][0] == "--cpu"
+    assert "nvidia.com/gpu" not in str(container["resources"])
+    assert job_of(documents)["completions"] == 1
+    assert of_kind(documents, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_a_release_that_is_there(helm: Cluster):
+    helm.answers("job", "2026-01-01job,2026-01-02,\n2026-01-03job,,")
+    assert any("is there: with other options or values it is replaced" in line for line in helm.make("submit"))
+    assert not [call for call in helm.calls if "uninstall" in call]
+    helm.answers("job", "2026-01-01job,,SuccessCriteriaMet Complete")
+    helm.make("submit")
+    assert [call.split()[3] for call in helm.calls if call.startswith("helm ")] == ["upgrade", "uninstall", "upgrade"]
+    helm.answers("job", "2026-01-01job,,")
+    assert "helm --namespace ml uninstall my-project-main --ignore-not-found --cascade foreground" in helm.make(
+        "cancel"
+    )
+
+
+def test_a_release_is_shown_before_it_is_made(helm: Cluster):
+    assert helm.make("submit", "DRY_RUN=yes")[-1] == "what Helm makes of it"
+    assert [call.split()[3] for call in helm.calls] == ["template"]
+
+
+def test_without_helm(helm: Cluster, tmp_path: Path):
+    (tmp_path / "bin/helm").unlink()
+    assert helm.refused("submit") == "helm was not found: install it (https://helm.sh/docs/intro/install)"
+    helm.answers("refusal", "Error: Kubernetes cluster unreachable: connection refused")
+    executable(tmp_path / "bin/helm", "exit 0\n")
+    assert helm.refused("submit").startswith("the cluster does not do it: Error: Kubernetes cluster unreachable")

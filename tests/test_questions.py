@@ -233,7 +233,10 @@ REFUSED: list[tuple[Answers, str]] = [
         for name in ("storage_class", "data_claim", "image_pull_secret", "priority_class", "queue")
         for value in ("A", "a_b", "a..b", "-a", "a" * 64, "a\n", "$(id)")
     ),
-    (KUBERNETES | {"data_claim": "a", "checkpoint_volume": "a"}, "data_claim must not be a, which is the checkpoint_volume"),
+    (
+        KUBERNETES | {"data_claim": "a", "checkpoint_volume": "a"},
+        "data_claim must not be a, which is the checkpoint_volume",
+    ),
     *(
         (KUBERNETES | {"volume_size": size}, "volume_size must be whole Gi or Ti")
         for size in ("", "100", "100GB", "0Gi", "1.5Ti", "100GiB", "-1Gi", "100Gi\n")
@@ -683,7 +686,7 @@ def test_prompts_show_why_a_choice_is_not_possible(template: Path, renderer: Ren
             "cpu_offload",
             ["cpu_offload=optimizer needs sharding zero2 or zero3", "cpu_offload=all needs sharding zero3"],
         ),
-        ({"gpu": "gb200"}, "deployment", ["docker needs an x86-64 machine"]),
+        ({"gpu": "gb200"}, "deployment", ["docker needs an x86-64 machine", "kubernetes needs an x86-64 machine"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

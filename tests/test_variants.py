@@ -192,7 +192,11 @@ ALWAYS = {
 }
 IMAGE = {".dockerignore", "Dockerfile"}
 SLURM = {"slurm/job.sh", "slurm/jobs.sh", "slurm/logs/.gitignore", "slurm/train.sbatch"}
-KUBERNETES = {"kubernetes/job.yaml", "kubernetes/jobs.sh", "kubernetes/kustomization.yaml", "kubernetes/volume.yaml"}
+KUBERNETES = {
+    "job": {"job.yaml", "kustomization.yaml", "volume.yaml"},
+    "helm": {"chart/Chart.yaml", "chart/values.yaml", "chart/values.schema.json", "chart/templates/_parts.tpl"}
+    | {f"chart/templates/{name}.yaml" for name in ("config", "job", "service", "volume")},
+}
 CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
 
 
@@ -208,8 +212,9 @@ def expected_files(answers: Answers) -> set[str]:
     if answers["deployment"] == "slurm":
         expected |= SLURM
     if answers["deployment"] == "kubernetes":
-        expected |= KUBERNETES
-        if answers.get("num_machines", 1) > 1:
+        kind = answers["manifest_kind"]
+        expected |= {f"kubernetes/{name}" for name in {"jobs.sh"} | KUBERNETES[kind]}
+        if kind == "job" and answers.get("num_machines", 1) > 1:
             expected |= {"kubernetes/service.yaml"}
     if answers.get("ssh") == "yes":
         expected |= {"scripts/sshd.sh"}
@@ -233,7 +238,9 @@ def test_answers_are_remembered_as_given(everything: list[Variant]) -> None:
 def test_scripts_can_be_run(everything: list[Variant]) -> None:
     for variant in everything:
         runnable = {name for name, (_, executable) in variant.files.items() if executable}
-        assert runnable == {name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*|kubernetes/.*\.sh", name)}
+        assert runnable == {
+            name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*|kubernetes/.*\.sh", name)
+        }
 
 
 def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) -> None:
@@ -290,8 +297,8 @@ def read_requirements(content: bytes) -> None:
 
 READERS: dict[str, Callable[[bytes], Any]] = {
     r".*\.py": ast.parse,
-    r".*\.(yaml|yml)": lambda content: read_yaml(re.sub(rb"!(reset|override)\b", b"", content)),
-    r".*\.ipynb": json.loads,
+    r"(?!.*/chart/templates/).*\.(yaml|yml)": lambda content: read_yaml(re.sub(rb"!(reset|override)\b", b"", content)),
+    r".*\.(ipynb|json)": json.loads,
     r".*\.toml": lambda content: tomllib.loads(content.decode()),
     r"requirements/(template|deepspeed)\.txt": read_requirements,
 }
@@ -312,6 +319,8 @@ def test_text_is_tidy(machines: list[Variant]) -> None:
         assert not text or (text.endswith("\n") and not text.endswith("\n\n") and text[0] != "\n"), name
         assert not re.search(r"[ \t]$", text, re.MULTILINE), name
         assert name.endswith(".py") or "\n\n\n" not in text, name
+        if "/chart/templates/" in name:  # Helm's own
+            continue
         tags = r"\{%|\{#" if name.endswith(".py") else r"\{%|%\}|(?<!\$)\{\{|\{#"
         assert not re.search(tags, text), name
 
@@ -336,7 +345,7 @@ def test_dockerfiles(machines: list[Variant], tmp_path: Path) -> None:
 
 
 def test_yaml_is_tidy(machines: list[Variant], tmp_path: Path) -> None:
-    names = r"(compose|accelerate_config|accelerate_config\.cpu|kubernetes/\w+)\.yaml"
+    names = r"(compose|accelerate_config|accelerate_config\.cpu|kubernetes/(chart/)?\w+)\.yaml"
     run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *on_disk(machines, names, tmp_path, COMMENTS))
 
 
