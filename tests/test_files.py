@@ -202,7 +202,7 @@ def test_yaml(projects: list[Project]):
         ".pre-commit-config.yaml",
         ".gitlab-ci.yml",
         ".github/workflows/ci.yml",
-        *(f"kubernetes/{name}.yaml" for name in ("job", "kustomization", "service", "volume")),
+        *(f"kubernetes/{name}.yaml" for name in ("job", "kustomization", "runtime", "service", "trainjob", "volume")),
         *(f"kubernetes/chart/{name}.yaml" for name in ("Chart", "values")),
     ]
     run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *paths(projects, *names))

@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import helm_python
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
-from kubernetes_validate.utils import all_versions
+from kubeflow_trainer_api import models  # type: ignore[import-untyped]
+from kubernetes_validate.utils import all_versions  # type: ignore[import-untyped]
 
 from tests.support.manifests import Object, job_of, kustomize, of_kind, pod_of, problems, read
 from tests.support.render import Answers, Renderer
@@ -26,6 +27,7 @@ from tests.test_slurm_files import executable, run
 
 KUBERNETES: Answers = {"deployment": "kubernetes", "gpu": "h100", "num_gpus": 8, "num_machines": 2}
 NEWEST = all_versions()[-3:]
+KUBEFLOW = "trainer.kubeflow.org/v1alpha1"
 
 
 class Manifests:
@@ -79,8 +81,37 @@ def make(renderer: Renderer, tmp_path: Path, **answers: Any) -> Manifests:
     return Manifests(renderer, KUBERNETES | answers, tmp_path / "project")
 
 
+def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            yield from differences(one.get(key), other.get(key), f"{path}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, (first, second) in enumerate(zip(one, other, strict=True)):
+            yield from differences(first, second, f"{path}/{number}")
+    elif one != other:
+        yield f"{path}: {one!r} became {other!r}"
+
+
+def validate_by_kubeflow(document: Object) -> None:
+    """Its models leave out what they do not know, so all must come back; and the Job inside is Kubernetes' own."""
+    model: Any = getattr(models, f"TrainerV1alpha1{document['kind']}")
+    assert list(differences(document, model.from_dict(document).to_dict())) == []
+    if document["kind"] == "TrainingRuntime":
+        [replicated] = document["spec"]["template"]["spec"]["replicatedJobs"]
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "a"},
+            "spec": replicated["template"]["spec"],
+        }
+        validate([job])
+
+
 def validate(documents: list[Object]) -> None:
     for document in documents:
+        if document["apiVersion"] == KUBEFLOW:
+            validate_by_kubeflow(document)
+            continue
         for version in NEWEST:
             kubernetes_validate.validate(document, version, strict=True)
 
@@ -104,8 +135,11 @@ def test_rules_that_schemas_do_not_know(manifests: list[Manifests]):
 def test_manifests_are_made_of_what_is_expected(manifests: list[Manifests]):
     for each in manifests:
         kinds = {(document["apiVersion"], document["kind"]) for document in each.documents}
-        expected = {("batch/v1", "Job"), ("v1", "ConfigMap"), ("v1", "PersistentVolumeClaim")}
-        expected |= {("v1", "Service")} if each.machines > 1 else set()
+        expected = {("v1", "ConfigMap"), ("v1", "PersistentVolumeClaim")}
+        if each.kind == "kubeflow":
+            expected |= {(KUBEFLOW, "TrainJob"), (KUBEFLOW, "TrainingRuntime")}
+        else:
+            expected |= {("batch/v1", "Job")} | ({("v1", "Service")} if each.machines > 1 else set())
         assert kinds == expected
         namespaces = {document["metadata"].get("namespace", "") for document in each.documents}
         assert namespaces == {"" if each.kind == "helm" else each.answers["namespace"]}
@@ -282,10 +316,10 @@ def test_only_launch_sh_knows_what_kubernetes_says(renderer: Renderer, variants:
 def launched(renderer: Renderer, tmp_path: Path) -> Callable[..., list[str]]:
     """What launch.sh passes on in a pod of these answers, or says; getent knows the hosts that are named."""
 
-    def launch(code: int = 0, hosts: str = "", **environment: str) -> list[str]:
-        project = renderer.render(KUBERNETES, tmp_path / "project")
+    def launch(code: int = 0, hosts: str = "", kind: str = "job", **environment: str) -> list[str]:
+        project = renderer.render(KUBERNETES | {"manifest_kind": kind}, tmp_path / "project")
         for name in ("python", "accelerate"):
-            executable(project / ".venv/bin" / name, 'printf "%s\\n" "$@"\n')
+            executable(project / ".venv/bin" / name, 'printf "%s\\n" "$@"\nenv\n')
         known = "|".join(hosts.split()) or "nobody"
         executable(tmp_path / "bin/getent", f"case $2 in {known}) ;; *) exit 2 ;; esac\n")
         variables = {"HOSTNAME": "my-project-wide-1", "MACHINES_SERVICE": "my-project"} | environment
@@ -302,13 +336,26 @@ def test_a_pod_knows_its_machine(launched: Callable[..., list[str]]):
     assert lines[lines.index("--machine_rank") + 1] == "1"
     assert lines[lines.index("--main_process_ip") + 1] == address
     assert lines[lines.index("--main_process_port") + 1] == "29500"
-    assert lines[-3:] == ["my_project.train", "--epochs", "3"]
+    begin = lines.index("my_project.train")
+    assert lines[begin : begin + 3] == ["my_project.train", "--epochs", "3"]
+
+
+def test_a_pod_of_kubeflow_knows_its_machine(launched: Callable[..., list[str]]):
+    """It is a pod of an Indexed Job too, whose names are others; what torch would read itself is gone."""
+    address = "wide-node-0-0.wide"
+    pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1"}
+    pet |= {"PET_MASTER_ADDR": address, "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1"}
+    lines = launched(hosts=address, kind="kubeflow", **pet)
+    assert lines[lines.index("--machine_rank") + 1] == "1"
+    assert lines[lines.index("--main_process_ip") + 1] == address
+    assert lines[lines.index("--main_process_port") + 1] == "29400"
+    assert not [line for line in lines if line.startswith("PET_")]
 
 
 def test_a_pod_waits_for_machine_0_but_not_for_ever(launched: Callable[..., list[str]]):
     assert launched(code=1, JOB_COMPLETION_INDEX="1", MACHINE_WAIT_SECONDS="1") == [
-        "error: machine 0 (my-project-wide-0.my-project) has no address after 1 seconds: make status shows what its pod "
-        "waits for"
+        "error: machine 0 (my-project-wide-0.my-project) has no address after 1 seconds: make status shows what its "
+        "pod waits for"
     ]
 
 
@@ -333,12 +380,12 @@ printf '%s\n' "$*" >>"$fake/calls"
 if [[ -f $fake/refusal ]]; then cat "$fake/refusal" >&2; exit 1; fi
 case " $* " in
 *" apply "*) cat >"$fake/applied"; echo "job.batch/x created" ;;
-*" get job "*) [[ ! -f $fake/job ]] || exec "$real" annotate --local --filename "$fake/job" a=b --output "${{!#}}" ;;
+*" get job "* | *" get trainjob "*) [[ ! -f $fake/job ]] || exec "$real" annotate --local --filename "$fake/job" a=b --output "${{!#}}" ;;
 *" get pods "*index=0*) cat "$fake/pods" 2>/dev/null ;;
 *" get pods "*Unschedulable*) echo "a-0: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu." ; echo "a-1: " ;;
 *" get pods "*) cat "$fake/pods" 2>/dev/null ;;
 *" get jobs "*) [[ ! -f $fake/job ]] || cat "$fake/job" ;;
-*" get jobs,pods "*) cat "$fake/table" 2>/dev/null || echo "No resources found in ml namespace." >&2 ;;
+*" get jobs,pods "* | *" get trainjobs,pods "*) cat "$fake/table" 2>/dev/null || echo "No resources found." >&2 ;;
 *" get events "*) printf '%s\n' "my-project-a: exceeded quota" "other-b: no" ;;
 *" logs "*) echo "step 1" ;;
 *" delete "*) rm -f "$fake/job"; echo "deleted" ;;
@@ -671,3 +718,46 @@ def test_without_helm(helm: Cluster, tmp_path: Path):
     helm.answers("refusal", "Error: Kubernetes cluster unreachable: connection refused")
     executable(tmp_path / "bin/helm", "exit 0\n")
     assert helm.refused("submit").startswith("the cluster does not do it: Error: Kubernetes cluster unreachable")
+
+
+# -- jobs.sh of Kubeflow ----------------------------------------------------------------------------------------------
+
+
+def test_submit_a_trainjob(renderer: Renderer, tmp_path: Path):
+    cluster = Cluster(renderer, tmp_path, namespace="ml", manifest_kind="kubeflow", queue="research")
+    cluster.make("submit", "RUN=wide", "ARGS=--epochs 3", "IMAGE_TAG=mine")
+    assert problems(cluster.applied, 2, 8, 120) == []
+    validate(cluster.applied)
+    trainjob = of_kind(cluster.applied, "TrainJob")
+    assert trainjob["metadata"]["name"] == "my-project-wide"
+    assert trainjob["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    trainer = trainjob["spec"]["trainer"]
+    config = ["train", "--config", "configs/train.yaml", "--run_name", "wide"]
+    assert trainer["args"] == [*config, "--epochs", "3"] and trainer["image"] == "my-project:mine"
+
+    cluster.make("submit", "CPU=yes")
+    validate(cluster.applied)
+    trainer = of_kind(cluster.applied, "TrainJob")["spec"]["trainer"]
+    assert trainer["numNodes"] == 1 and trainer["args"][0] == "--cpu"
+    assert trainer["resourcesPerNode"]["limits"] == {"memory": "4Gi"}
+
+    cluster.answers("pods", "2026 my-project-main-doctor-node-0-0-x Succeeded")
+    assert cluster.make("doctor")[-1] == "step 1"
+    validate(cluster.applied)
+    runtime = of_kind(cluster.applied, "TrainingRuntime")["metadata"]["name"]
+    assert runtime == of_kind(cluster.applied, "TrainJob")["spec"]["runtimeRef"]["name"] == "my-project-once"
+    assert job_of(cluster.applied)["backoffLimit"] == 0
+
+    cluster.job(RUNNING)
+    assert cluster.refused("submit").startswith("run 'main' has a job already")
+    lines = cluster.make("cancel")
+    delete = (
+        "kubectl --namespace ml delete trainjob my-project-main --ignore-not-found --cascade foreground --wait=false"
+    )
+    assert delete in lines
+
+
+def test_a_cluster_without_kubeflow(renderer: Renderer, tmp_path: Path):
+    cluster = Cluster(renderer, tmp_path, manifest_kind="kubeflow")
+    cluster.answers("refusal", 'error: the server doesn\'t have a resource type "trainjob"')
+    assert "Kubeflow Trainer 2 is not installed in this cluster" in cluster.refused("submit")

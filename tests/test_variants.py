@@ -194,6 +194,7 @@ IMAGE = {".dockerignore", "Dockerfile"}
 SLURM = {"slurm/job.sh", "slurm/jobs.sh", "slurm/logs/.gitignore", "slurm/train.sbatch"}
 KUBERNETES = {
     "job": {"job.yaml", "kustomization.yaml", "volume.yaml"},
+    "kubeflow": {"kustomization.yaml", "references.yaml", "runtime.yaml", "trainjob.yaml", "volume.yaml"},
     "helm": {"chart/Chart.yaml", "chart/values.yaml", "chart/values.schema.json", "chart/templates/_parts.tpl"}
     | {f"chart/templates/{name}.yaml" for name in ("config", "job", "service", "volume")},
 }

@@ -88,10 +88,10 @@ def _names(documents: list[Object]) -> Iterator[str]:
 
 
 def _job(job: Object, machines: int) -> Iterator[str]:
-    if "completions" in job:  # Kubeflow sets them from the TrainJob
+    if "ttlSecondsAfterFinished" in job:  # a Job's own; Kubeflow sets the rest from the TrainJob
         if job.get("completionMode") != "Indexed":
             yield "the pods get no number"
-        if not job["completions"] == job["parallelism"] == machines:
+        if not job.get("completions") == job.get("parallelism") == machines:
             yield "as many pods as machines must run at the same time"
     if job["template"]["spec"].get("restartPolicy") != "Never":
         yield "podFailurePolicy needs restartPolicy Never"
@@ -180,7 +180,7 @@ def _container(container: Object, gpus: int) -> Iterator[str]:
     for source in container.get("envFrom", []):
         if source["secretRef"].get("optional") is not True:
             yield "a Secret that need not be there is needed"
-    for word in [*container["command"], *container.get("args", [])]:
+    for word in [*container.get("command", []), *container.get("args", [])]:
         if not isinstance(word, str):
             yield f"{word!r} of the command is not text"
     context = container.get("securityContext", {})
@@ -232,6 +232,7 @@ def _references(documents: list[Object], machines: int, claim: str) -> Iterator[
             yield "the size of the volume is no quantity"
     kinds = {document["kind"] for document in documents}
     if "TrainingRuntime" in kinds:
+        yield from _trainjob(documents, machines)
         return  # Kubeflow makes a Service for each TrainJob
     if (machines > 1) != bool(there["Service"]) or (machines > 1) != ("subdomain" in pod):
         yield "several machines, and only they, need a Service by which they find each other"
@@ -244,3 +245,21 @@ def _references(documents: list[Object], machines: int, claim: str) -> Iterator[
         labels = job_of(documents)["template"]["metadata"]["labels"]
         if not service["spec"]["selector"].items() <= labels.items():
             yield "the Service does not select the pods"
+
+
+def _trainjob(documents: list[Object], machines: int) -> Iterator[str]:
+    runtime, trainjob = of_kind(documents, "TrainingRuntime"), of_kind(documents, "TrainJob")
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
+    if trainjob["spec"]["runtimeRef"] != reference:
+        yield "the TrainJob is of another runtime"
+    policy, trainer = runtime["spec"]["mlPolicy"], trainjob["spec"]["trainer"]
+    if "torch" not in policy or not policy["numNodes"] == trainer["numNodes"] == machines:
+        yield "as many nodes as machines must be told where they meet"
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    if labels.get("trainer.kubeflow.org/trainjob-ancestor-step") != "trainer" or replicated["name"] != "node":
+        yield "Kubeflow does not find the pods that train"
+    if [container["name"] for container in pod_of(documents)["containers"]] != ["node"]:
+        yield "Kubeflow puts the command into the container called node"
+    if len(trainjob["metadata"]["name"]) > 43:
+        yield "the name of the TrainJob leaves no room for those of its pods"
