@@ -380,7 +380,8 @@ printf '%s\n' "$*" >>"$fake/calls"
 if [[ -f $fake/refusal ]]; then cat "$fake/refusal" >&2; exit 1; fi
 case " $* " in
 *" apply "*) cat >"$fake/applied"; echo "job.batch/x created" ;;
-*" get job "* | *" get trainjob "*) [[ ! -f $fake/job ]] || exec "$real" annotate --local --filename "$fake/job" a=b --output "${{!#}}" ;;
+*" get job "* | *" get trainjob "*)
+  [[ ! -f $fake/job ]] || exec "$real" annotate --local --filename "$fake/job" a=b --output "${{!#}}" ;;
 *" get pods "*index=0*) cat "$fake/pods" 2>/dev/null ;;
 *" get pods "*Unschedulable*) echo "a-0: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu." ; echo "a-1: " ;;
 *" get pods "*) cat "$fake/pods" 2>/dev/null ;;
