@@ -1,7 +1,7 @@
 """What is checked, and how: `python3 bootstrap.py test` runs the default sessions.
 
 lint, render, smoke,
-slurm                 run by default, in this order; slurm needs root, or sudo without a password
+slurm, kubernetes     run by default, in this order; the last two need root, or sudo without a password
 bench                 speed, as ratios
 kills                 runs that are killed at random instants, many times
 newcomer              both commands on a machine that has nothing (needs root and debootstrap)
@@ -22,17 +22,19 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bootstrap
+from tests.support import pods
 from tests.support import slurm as cluster
 from tools.sources import sources
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "render", "smoke", "slurm"]
+nox.options.sessions = ["lint", "render", "smoke", "slurm", "kubernetes"]
 nox.options.default_venv_backend = "none"
 
 TESTS_VENV = bootstrap.BUILD / "tests-venv"
 SMOKE_TESTS = "tests/test_smoke*.py"
 LINT_TESTS = "tests/test_repository.py"
 SLURM_TESTS = "tests/test_slurm.py"
+KUBERNETES_TESTS = "tests/test_kubernetes.py"
 
 
 class Tools:
@@ -69,7 +71,8 @@ def lint(session: nox.Session) -> None:
     tools.run("ruff", "check", ".")
     tools.run("ruff", "format", "--check", ".")
     tools.run("mypy")
-    tools.run("yamllint", "--strict", *sources("*.yml", "*.yaml"))
+    helm = ":!*/chart/templates/*"  # are YAML once Helm has rendered them
+    tools.run("yamllint", "--strict", *sources("*.yml", "*.yaml", helm))
     tools.run("shellcheck", ".ci/run", *sources("*.sh"))
     tools.run("jactionlint", *sources(".github/workflows"))
     tools.run("zizmor", "--offline", "--quiet", *sources(".github/workflows"))
@@ -81,7 +84,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def render(session: nox.Session) -> None:
     """Valid answers give files that their consumers accept; the others are refused."""
-    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", f"--ignore={LINT_TESTS}", f"--ignore={SLURM_TESTS}")
+    elsewhere = [f"--ignore={path}" for path in (LINT_TESTS, SLURM_TESTS, KUBERNETES_TESTS)]
+    Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", *elsewhere)
 
 
 @nox.session
@@ -94,19 +98,30 @@ def smoke(session: nox.Session) -> None:
 @nox.session
 def slurm(session: nox.Session) -> None:
     """Rendered projects train, are stopped and go on in a real cluster of two nodes on this machine."""
-    install = "apt-get install --yes --no-install-recommends " + " ".join(cluster.PACKAGES)
+    install_as_root(session, cluster.missing(), cluster.PACKAGES)
+    Tools(session).run_as_root("pytest", SLURM_TESTS, *session.posargs)
+
+
+@nox.session
+def kubernetes(session: nox.Session) -> None:
+    """The pods of a rendered Job train, lose one of them and go on, as a node of a cluster would run them."""
+    install_as_root(session, pods.missing(), pods.PACKAGES)
+    Tools(session).run_as_root("pytest", KUBERNETES_TESTS, *session.posargs)
+
+
+def install_as_root(session: nox.Session, missing: list[str], packages: tuple[str, ...]) -> None:
     if not can_be_root():
-        reason = "a cluster needs root, or sudo without a password: run `sudo nox -s slurm`"
+        reason = f"this needs root, or sudo without a password: run `sudo nox -s {session.name}`"
         if os.environ.get("CI"):
             session.error(reason)
         session.skip(reason)
     sudo = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
-    if cluster.missing():
+    if missing:
         if not shutil.which("apt-get"):
-            session.error(f"there is no apt-get here to install what is missing: {', '.join(cluster.missing())}")
+            session.error(f"there is no apt-get here to install what is missing: {', '.join(missing)}")
+        install = ["apt-get", "install", "--yes", "--no-install-recommends", *packages]
         session.run(*sudo, "apt-get", "--quiet", "update", external=True)
-        session.run(*sudo, "env", "DEBIAN_FRONTEND=noninteractive", *install.split(), external=True)
-    Tools(session).run_as_root("pytest", SLURM_TESTS, *session.posargs)
+        session.run(*sudo, "env", "DEBIAN_FRONTEND=noninteractive", *install, external=True)
 
 
 def can_be_root() -> bool:

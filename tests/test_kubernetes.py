@@ -78,16 +78,23 @@ def project(renderer: Renderer, training_python: Path, tmp_path_factory: pytest.
         node.import_base_image(base, training_python.parents[1] / f"lib/python{version}/site-packages")
         project = Project(folder, node)
         image = project.manifests("image")[-1]["spec"]["template"]["spec"]["containers"][0]["image"]
-        node.build(folder, f"localhost/{image}", *build_flags())
+        node.build(folder, f"localhost/{image}", *build_flags(node.folder))
         yield project
     finally:
         node.stop()
         node.podman("volume", "rm", "--all", "--force", check=False)
 
 
-def build_flags() -> list[str]:
+def build_flags(folder: Path) -> list[str]:
     """pip's settings of this machine, where it has some."""
-    return [f"--env={name}={os.environ[name]}" for name in ("PIP_INDEX_URL",) if os.environ.get(name)]
+    settings = {"index-url": os.environ.get("PIP_INDEX_URL"), "cert": os.environ.get("PIP_CERT")}
+    lines = [f"{name} = {value}\n" for name, value in settings.items() if value]
+    if not lines:
+        return []
+    file = folder / "pip.conf"
+    file.write_text("".join(["[global]\n", *lines]))
+    flags = [f"--volume={file}:/etc/pip.conf:ro"]
+    return flags + ([f"--volume={settings['cert']}:{settings['cert']}:ro"] if settings["cert"] else [])
 
 
 @pytest.fixture(scope="module")
