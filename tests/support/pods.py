@@ -19,8 +19,8 @@ import yaml
 from tests.support.docker import PATH_OF_IMAGE, write_base_image
 from tests.support.manifests import Object, of_kind
 
-PACKAGES = ("podman", "runc", "netavark", "aardvark-dns", "iptables")
-PROGRAMS = ("podman", "runc", "iptables")
+PACKAGES = ("podman", "runc", "catatonit", "netavark", "aardvark-dns", "iptables")
+PROGRAMS = ("podman", "runc", "catatonit", "iptables")
 PATH_OF_ROOT = f"/usr/sbin:/sbin:{os.environ['PATH']}"
 NETWORK, SUBNET = "kubernetes-test", "10.90.91"
 TIMEOUT = 900
@@ -30,20 +30,42 @@ def missing() -> list[str]:
     return [name for name in PROGRAMS if not shutil.which(name, path=PATH_OF_ROOT)]
 
 
+SETTINGS = """\
+[containers]
+log_driver = "k8s-file"
+[engine]
+events_logger = "file"
+[engine.runtimes]
+here = ["{runtime}"]
+"""
+# runc, without the limits of open files and processes: a test machine that is a container may not set them.
+RUNTIME = """\
+#!/bin/bash
+for ((i = 1; i < $#; i++)); do
+  [[ ${!i} != --bundle ]] || { next=$((i + 1)) && sed -i 's/,"rlimits":[[][^]]*[]]//' "${!next}/config.json"; }
+done
+exec runc "$@"
+"""
+
+
 class Node:
     """Podman, with all that it makes in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.options = ["--root", str(folder / "root"), "--runroot", str(folder / "run"), "--runtime", "runc"]
+        self.options = ["--root", str(folder / "root"), "--runroot", str(folder / "run"), "--runtime", "here"]
         self.options += ["--cgroup-manager", "cgroupfs", "--network-config-dir", str(folder / "networks")]
+        (folder / "containers.conf").write_text(SETTINGS.format(runtime=folder / "runtime"))
+        (folder / "runtime").write_text(RUNTIME)
+        (folder / "runtime").chmod(0o755)
+        self.environment = {"PATH": PATH_OF_ROOT, "CONTAINERS_CONF": str(folder / "containers.conf")}
 
     def podman(self, *arguments: str, check: bool = True, cwd: Path | None = None) -> str:
         done = subprocess.run(
             ["podman", *self.options, *arguments],
             cwd=cwd,
-            env=os.environ | {"PATH": PATH_OF_ROOT},
+            env=os.environ | self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -68,7 +90,7 @@ class Node:
             return
         command = ["podman", *self.options, "import", "--change", "WORKDIR /workspace"]
         command += ["--change", f"ENV PATH={PATH_OF_IMAGE}", "-", tag]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        with subprocess.Popen(command, env=os.environ | self.environment, stdin=subprocess.PIPE) as process:
             assert process.stdin
             write_base_image(process.stdin, site_packages)
         assert process.returncode == 0, f"{tag} was not imported"
