@@ -390,6 +390,7 @@ case " $* " in
 *" get events "*) printf '%s\n' "my-project-a: exceeded quota" "other-b: no" ;;
 *" logs "*) echo "step 1" ;;
 *" delete "*) rm -f "$fake/job"; echo "deleted" ;;
+*" exec "*tensorboard*) until grep -q port-forward "$fake/calls"; do sleep 0.1; done ;;
 *" exec "*) echo "in the pod" ;;
 esac
 exit 0
@@ -762,3 +763,14 @@ def test_a_cluster_without_kubeflow(renderer: Renderer, tmp_path: Path):
     cluster = Cluster(renderer, tmp_path, manifest_kind="kubeflow")
     cluster.answers("refusal", 'error: the server doesn\'t have a resource type "trainjob"')
     assert "Kubeflow Trainer 2 is not installed in this cluster" in cluster.refused("submit")
+
+
+def test_a_tracker_is_shown_on_this_machine(cluster: Cluster):
+    cluster.answers("pods", "2026-01-01T my-project-a-0-x Running")
+    cluster.make("tensorboard")
+    told = sorted(call for call in cluster.calls if " get " not in call)
+    command = "tensorboard --logdir /checkpoints"
+    assert told == [
+        f"--namespace ml exec --stdin my-project-a-0-x --container train -- scripts/run.sh {command}",
+        "--namespace ml port-forward my-project-a-0-x 6006",
+    ]
