@@ -1,7 +1,8 @@
 """What is checked, and how: `python3 bootstrap.py test` runs the default sessions.
 
 lint, render, smoke,
-slurm, docker         run by default, in this order; the last two need root, or sudo without a password
+slurm, docker,
+kubernetes            run by default, in this order; the last three need root, or sudo without a password
 bench                 speed, as ratios
 kills                 runs that are killed at random instants, many times
 newcomer              both commands on a machine that has nothing (needs root and debootstrap)
@@ -24,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bootstrap
 from tests.support import docker as engine
+from tests.support import pods
 from tests.support import slurm as cluster
 from tools.sources import sources
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "render", "smoke", "slurm", "docker"]
+nox.options.sessions = ["lint", "render", "smoke", "slurm", "docker", "kubernetes"]
 nox.options.default_venv_backend = "none"
 
 TESTS_VENV = bootstrap.BUILD / "tests-venv"
@@ -36,6 +38,7 @@ SMOKE_TESTS = "tests/test_smoke*.py"
 LINT_TESTS = "tests/test_repository.py"
 SLURM_TESTS = "tests/test_slurm.py"
 DOCKER_TESTS = "tests/test_docker.py"
+KUBERNETES_TESTS = "tests/test_kubernetes.py"
 
 
 class Tools:
@@ -72,7 +75,8 @@ def lint(session: nox.Session) -> None:
     tools.run("ruff", "check", ".")
     tools.run("ruff", "format", "--check", ".")
     tools.run("mypy")
-    tools.run("yamllint", "--strict", *sources("*.yml", "*.yaml"))
+    helm = ":!*/chart/templates/*"  # are YAML once Helm has rendered them
+    tools.run("yamllint", "--strict", *sources("*.yml", "*.yaml", helm))
     tools.run("shellcheck", ".ci/run", *sources("*.sh"))
     tools.run("jactionlint", *sources(".github/workflows"))
     tools.run("zizmor", "--offline", "--quiet", *sources(".github/workflows"))
@@ -84,7 +88,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def render(session: nox.Session) -> None:
     """Valid answers give files that their consumers accept; the others are refused."""
-    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS)
+    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS, KUBERNETES_TESTS)
     Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", *(f"--ignore={tests}" for tests in others))
 
 
@@ -105,6 +109,12 @@ def slurm(session: nox.Session) -> None:
 def docker(session: nox.Session) -> None:
     """The rendered image is built, trains and is stopped in a real engine; services are probed."""
     run_as_root(session, DOCKER_TESTS, engine.PACKAGES, engine.missing())
+
+
+@nox.session
+def kubernetes(session: nox.Session) -> None:
+    """The pods of a rendered Job train, lose one of them and go on, as a node of a cluster would run them."""
+    run_as_root(session, KUBERNETES_TESTS, pods.PACKAGES, pods.missing())
 
 
 def run_as_root(session: nox.Session, tests: str, packages: Sequence[str], missing: Sequence[str]) -> None:

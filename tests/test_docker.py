@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import yaml
 
 import bootstrap
 from tests.support.docker import Engine, import_base_image
@@ -319,6 +321,86 @@ def test_two_containers_train_together(project: Project, renderer: Renderer, tmp
             engine.docker("rm", "--force", one)
         engine.docker("network", "rm", "machines")
         engine.docker("volume", "rm", "two-machines")
+
+
+# -- registries, and machines without a network ------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def registry(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a registry on this machine."""
+    folder, port = tmp_path_factory.mktemp("registry"), free_port()
+    config = {
+        "version": 0.1,
+        "storage": {"filesystem": {"rootdirectory": str(folder)}},
+        "http": {"addr": f"127.0.0.1:{port}"},
+    }
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")], stdout=log, stderr=log)
+    try:
+        wait(lambda: answers("127.0.0.1", port), "the registry answers", 30)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_pin_and_push(renderer: Renderer, engine: Engine, registry: str, tmp_path: Path):
+    """With an image of a few bytes instead of the large ones: these commands do not look inside."""
+    given = ANSWERS | {"base_registry": f"{registry}/mirror", "image_registry": f"{registry}/team"}
+    project = Project(render(renderer, tmp_path / "by-registry", given), engine)
+    dockerfile = (project.folder / "Dockerfile").read_text()
+    [tag] = re.findall(r"^FROM (\S+) AS train$", dockerfile, re.MULTILINE)
+    assert tag.startswith(f"{registry}/mirror/pytorch/pytorch:")
+    (tmp_path / "tiny.tar").write_bytes(b"\0" * 10240)
+    engine.docker("import", str(tmp_path / "tiny.tar"), tag)
+    engine.docker("push", tag)
+    engine.docker("rmi", tag)
+    for _ in range(2):  # a second time, from a digest to a digest
+        said = project.run("make", "pin")
+        [digest] = re.findall(
+            r"^FROM \S+@(sha256:[0-9a-f]{64}) AS train$", (project.folder / "Dockerfile").read_text(), re.M
+        )
+        assert f"Dockerfile: {tag}@{digest}" in said
+    engine.docker("rmi", tag)
+    engine.docker("pull", f"{tag}@{digest}")
+    image = image_of(project)
+    engine.docker("tag", f"{tag}@{digest}", image)
+    assert f"scripts/docker.sh push {image}" in project.run("make", "push")
+    engine.docker("rmi", image)
+    engine.docker("pull", image)
+
+
+def test_pin_of_an_image_that_no_registry_has(project: Project):
+    said = project.run("make", "pin", code=2)
+    assert "could not be pulled, so its digest is not known; Dockerfile stays as it is" in said
+    assert "@sha256" not in (project.folder / "Dockerfile").read_text()
+
+
+def test_without_a_network(project: Project, tmp_path: Path):
+    """Wheels that were fetched before, from a folder that this machine serves; docs/docker.md says so."""
+    wheels = tmp_path / "wheels"
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--require-hashes", "--no-deps", f"--dest={wheels}"]
+    fetch += ["--python-version=3.11", "--only-binary=:all:"]
+    subprocess.run([*fetch, "--requirement=requirements/template.txt"], cwd=project.folder, check=True)
+    port = free_port()
+    serve = [sys.executable, "-m", "http.server", "--bind=127.0.0.1", f"--directory={wheels}", str(port)]
+    with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait(lambda: answers("127.0.0.1", port), "the wheels are served", 30)
+            links = f"--build-arg=PIP_FIND_LINKS=http://127.0.0.1:{port}"
+            flags = f"BUILD_FLAGS=--network=host --build-arg=PIP_NO_INDEX=1 {links} --progress=plain --no-cache"
+            said = project.run("make", "build", "IMAGE_TAG=offline", flags)
+        finally:
+            server.terminate()
+    assert "Looking in indexes" not in said and f"Looking in links: http://127.0.0.1:{port}" in said
 
 
 # -- services ----------------------------------------------------------------------------------------------------------

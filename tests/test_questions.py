@@ -55,9 +55,11 @@ REFUSED_ON_THE_COMMAND_LINE: list[tuple[Answers, str]] = [
     ({"deployment": "local", "shm_size": "16gb"}, "shm_size is only for deployment=docker"),
     ({"description": "two\nlines"}, "description must be one line of plain text"),
     ({"deployment": "slurm", "time_limit": "90"}, "time_limit must be hours, minutes and seconds such as 12:00:00"),
+    ({"deployment": "kubernetes", "volume_size": "100GB"}, "volume_size must be whole Gi or Ti such as 100Gi or 2Ti"),
 ]
 
 SLURM: Answers = {"deployment": "slurm"}
+KUBERNETES: Answers = {"deployment": "kubernetes"}
 
 # In this process: the same engine, many times.
 REFUSED: list[tuple[Answers, str]] = [
@@ -164,10 +166,20 @@ REFUSED: list[tuple[Answers, str]] = [
         ({"image_registry": registry}, "image_registry must be")
         for registry in ("https://registry.example.com", "registry.example.com/", "Registry.example.com", "a b", "a//b")
     ),
+    *(
+        ({"base_registry": registry}, "base_registry must be")
+        for registry in ("", "https://registry.example.com", "registry.example.com/", "a b")
+    ),
+    *(
+        ({"package_index": index}, "package_index must be")
+        for index in ("pypi.example.com", "ftp://a/b", "https://pypi.example.com/a b", "https://pypi.example.com/$(id)")
+    ),
+    ({"package_index": "https://user:key@pypi.example.com/simple"}, "package_index must hold no user and no password"),
     *(({"shm_size": size}, "shm_size must be whole gigabytes") for size in ("", "16", "7gb", "8.5gb", "64mb", "16GB")),
     ({"jupyter": True}, "jupyter must be 'yes' or 'no' in quotes"),
     ({"jupyter": "maybe"}, "'maybe' is not in"),
     ({"deployment": "local", "ssh": "no"}, "ssh is only for deployment=docker"),
+    ({"deployment": "local", "base_registry": "docker.io"}, "base_registry is only for deployment=docker"),
     ({"deployment": "local", "image_registry": ""}, "image_registry is only for deployment=docker"),
     ({"deployment": "slurm", "image_registry": ""}, "or slurm with a container_runtime: leave it out"),
     *(
@@ -209,6 +221,48 @@ REFUSED: list[tuple[Answers, str]] = [
     (SLURM | {"shm_size": "16gb"}, "shm_size is only for deployment=docker"),
     (SLURM | {"num_machines": 2, "checkpoint_volume": "runs"}, "an absolute path that all 2 machines see"),
     (SLURM | {"checkpoint_volume": "slurm/logs"}, "checkpoint_volume must not be 'slurm/logs'"),
+    ({"gpu": "gb200", "deployment": "kubernetes"}, "kubernetes needs an x86-64 machine"),
+    *(
+        ({name: value}, f"{name} is only for deployment=kubernetes")
+        for name, value in {
+            **{"manifest_kind": "job", "namespace": "", "storage_class": "", "volume_size": "1Ti", "data_claim": ""},
+            **{"image_pull_secret": "", "node_selector": "", "tolerations": "", "priority_class": "", "queue": ""},
+        }.items()
+    ),
+    (KUBERNETES | {"manifest_kind": "statefulset"}, "'statefulset' is not in"),
+    *(
+        (KUBERNETES | {"checkpoint_volume": name}, "checkpoint_volume must be the name of a PersistentVolumeClaim")
+        for name in ("", "/mnt/checkpoints", "a_b", "A", "-a", "a-", "a" * 64, "a.b", "a\n")
+    ),
+    *(
+        (KUBERNETES | {"namespace": name}, "namespace must be a name as `kubectl get namespaces` lists it")
+        for name in ("A", "a_b", "a.b", "-a", "a" * 64, "a\n", "a b")
+    ),
+    *(
+        (KUBERNETES | {name: value}, f"{name} must be a name as kubectl lists it")
+        for name in ("storage_class", "data_claim", "image_pull_secret", "priority_class", "queue")
+        for value in ("A", "a_b", "a..b", "-a", "a" * 64, "a\n", "$(id)")
+    ),
+    (
+        KUBERNETES | {"data_claim": "a", "checkpoint_volume": "a"},
+        "data_claim must not be a, which is the checkpoint_volume",
+    ),
+    *(
+        (KUBERNETES | {"volume_size": size}, "volume_size must be whole Gi or Ti")
+        for size in ("", "100", "100GB", "0Gi", "1.5Ti", "100GiB", "-1Gi", "100Gi\n")
+    ),
+    *(
+        (KUBERNETES | {"node_selector": value}, "node_selector must be labels with their values")
+        for value in ("a", "a=b,", "a=b, c=d", "a==b", "=b", "a/b/c=d", "a=-b", "a=b\n", "a:b", "a" * 64 + "=b")
+    ),
+    (KUBERNETES | {"node_selector": "a=b,a=c"}, "node_selector must name each label once"),
+    *(
+        (KUBERNETES | {"tolerations": value}, "tolerations must be taints as `kubectl describe node` shows them")
+        for value in ("a", "a=b", "a:Never", "a:NoSchedule,", "a=b=c:NoExecute", ":NoSchedule", "a:NoSchedule\n")
+    ),
+    (KUBERNETES | {"shm_size": "64mb"}, "shm_size must be whole gigabytes"),
+    (KUBERNETES | {"ssh": "no"}, "ssh is only for deployment=docker"),
+    (KUBERNETES | {"partition": ""}, "partition is only for deployment=slurm"),
 ]
 
 
@@ -429,6 +483,8 @@ def test_fast_rendering_equals_the_command_line(
             {"deployment": "slurm", "container_runtime": "pyxis", "image_registry": "example.com/team"},
             "make build push && make image && make submit",
         ),
+        ({"deployment": "kubernetes"}, "make build && make submit"),
+        ({"deployment": "kubernetes", "image_registry": "example.com/team"}, "make build push && make submit"),
     ],
 )
 def test_what_is_to_be_typed_next(template: Path, tmp_path: Path, answers: Answers, commands: str) -> None:
@@ -468,8 +524,12 @@ def test_an_organisations_settings_are_defaults(
     moot = {"num_gpus": 8, "num_machines": 4, "gpu_capability": "9.0", "backend": "fsdp", "sharding": "hybrid"}
     moot |= {"cpu_offload": "optimizer", "activation_checkpointing": "yes"}
     moot |= {"ssh": "yes", "shm_size": "64gb", "image_registry": "registry.example.com"}
+    moot |= {"base_registry": "registry.example.com"}
     moot |= {"partition": "gpu", "account": "team-1", "qos": "high", "time_limit": "12:00:00", "constraint": "a100"}
     moot |= {"sbatch_options": "--exclusive", "container_runtime": "apptainer", "modules": "cuda"}
+    moot |= {"manifest_kind": "job", "namespace": "ml", "storage_class": "fast", "volume_size": "2Ti", "queue": "q"}
+    moot |= {"data_claim": "data", "image_pull_secret": "key", "node_selector": "a=b", "tolerations": "a:NoSchedule"}
+    moot |= {"priority_class": "low"}
     settings_file = tmp_path / "settings.yml"
     settings_file.write_text(yaml.safe_dump({"defaults": seen | moot}))
     monkeypatch.setenv("COPIER_SETTINGS_PATH", str(settings_file))
@@ -637,7 +697,7 @@ def test_prompts_show_why_a_choice_is_not_possible(template: Path, renderer: Ren
             "cpu_offload",
             ["cpu_offload=optimizer needs sharding zero2 or zero3", "cpu_offload=all needs sharding zero3"],
         ),
-        ({"gpu": "gb200"}, "deployment", ["docker needs an x86-64 machine"]),
+        ({"gpu": "gb200"}, "deployment", ["docker needs an x86-64 machine", "kubernetes needs an x86-64 machine"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -267,6 +267,15 @@ def test_activations_computed_again_are_the_same(make: Make):
     assert len(losses[0]) == STEPS
 
 
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
+def test_a_script_of_your_own(make: Make, backend: str):
+    """docs/your-own.md: the script that knows nothing of the project but what the backend needs."""
+    folder = make(backend, {})
+    shutil.copy(bootstrap.ROOT / "docs/examples/script/after.py", folder / "src/my_project/finetune.py")
+    [accuracy] = re.findall(r"test accuracy ([\d.]+)", run("./launch.sh --cpu finetune", folder))
+    assert 0.87 <= float(accuracy) <= 0.89
+
+
 def go_on(folder: Path, code: int) -> str:
     return run(f"./launch.sh --cpu {TEXT_RUN} --max_steps {2 * STEPS}", folder, code)
 

@@ -116,7 +116,7 @@ def makes_sense(
     gpu: str, num_gpus: int, num_machines: int, precision: str, backend: str, sharding: str | None, deployment: str
 ) -> bool:
     """What a person who knows the field would say."""
-    if deployment == "docker" and gpu == "gb200":
+    if deployment in ("docker", "kubernetes") and gpu == "gb200":
         return False
     if gpu == "none" or num_gpus == 0:
         return precision in ("fp32", "bf16")
@@ -133,7 +133,7 @@ def test_exactly_the_combinations_that_make_sense(renderer: Renderer, machines: 
     wanted = set()
     counts = itertools.product(VALUES["num_gpus"], VALUES["num_machines"])
     for (num_gpus, num_machines), gpu, precision, deployment in itertools.product(
-        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local", "slurm")
+        counts, CAPABILITY, ("bf16", "fp16", "fp8", "fp32"), ("docker", "local", "slurm", "kubernetes")
     ):
         for backend, shardings in SHARDING.items():
             for sharding in shardings:
@@ -198,6 +198,12 @@ ALWAYS = {
 }
 IMAGE = {".dockerignore", "Dockerfile", "scripts/docker.sh", "scripts/pin.sh", "scripts/scan.sh"}
 SLURM = {"slurm/job.sh", "slurm/jobs.sh", "slurm/logs/.gitignore", "slurm/train.sbatch"}
+KUBERNETES = {
+    "job": {"job.yaml", "kustomization.yaml", "volume.yaml"},
+    "kubeflow": {"kustomization.yaml", "references.yaml", "runtime.yaml", "trainjob.yaml", "volume.yaml"},
+    "helm": {"chart/Chart.yaml", "chart/values.yaml", "chart/values.schema.json", "chart/templates/_parts.tpl"}
+    | {f"chart/templates/{name}.yaml" for name in ("config", "job", "service", "volume")},
+}
 CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
 
 
@@ -206,12 +212,17 @@ def expected_files(answers: Answers) -> set[str]:
     expected = ALWAYS | CI[answers["ci"]]
     expected |= {f"src/{answers['package_name']}/{path.name}" for path in source.glob("*.py")}
     expected |= {f"tests/{path.name.removesuffix('.jinja')}" for path in ROOT.glob("template/tests/*.py*")}
-    if answers["deployment"] == "docker" or answers.get("container_runtime", "none") != "none":
+    if answers["deployment"] in ("docker", "kubernetes") or answers.get("container_runtime", "none") != "none":
         expected |= IMAGE | ({".github/workflows/image.yml"} if answers["ci"] == "github" else set())
     if answers["deployment"] == "docker":
         expected |= {"compose.yaml"}
     if answers["deployment"] == "slurm":
         expected |= SLURM | ({"slurm/image.sh"} if answers["container_runtime"] != "none" else set())
+    if answers["deployment"] == "kubernetes":
+        kind = answers["manifest_kind"]
+        expected |= {f"kubernetes/{name}" for name in {"jobs.sh"} | KUBERNETES[kind]}
+        if kind == "job" and answers.get("num_machines", 1) > 1:
+            expected |= {"kubernetes/service.yaml"}
     if answers.get("ssh") == "yes":
         expected |= {"scripts/sshd.sh"}
     if answers.get("backend") == "deepspeed":
@@ -234,7 +245,9 @@ def test_answers_are_remembered_as_given(everything: list[Variant]) -> None:
 def test_scripts_can_be_run(everything: list[Variant]) -> None:
     for variant in everything:
         runnable = {name for name, (_, executable) in variant.files.items() if executable}
-        assert runnable == {name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*", name)}
+        assert runnable == {
+            name for name in variant.files if re.fullmatch(r"launch\.sh|scripts/.*|slurm/[^/]*|kubernetes/.*\.sh", name)
+        }
 
 
 def test_training_code_is_the_same_for_all_answers(everything: list[Variant]) -> None:
@@ -293,8 +306,8 @@ def read_requirements(content: bytes) -> None:
 
 READERS: dict[str, Callable[[bytes], Any]] = {
     r".*\.py": ast.parse,
-    r".*\.(yaml|yml)": lambda content: read_yaml(re.sub(rb"!(reset|override)\b", b"", content)),
-    r".*\.ipynb": json.loads,
+    r"(?!.*/chart/templates/).*\.(yaml|yml)": lambda content: read_yaml(re.sub(rb"!(reset|override)\b", b"", content)),
+    r".*\.(ipynb|json)": json.loads,
     r".*\.toml": lambda content: tomllib.loads(content.decode()),
     r"requirements/(template|deepspeed)\.txt": read_requirements,
 }
@@ -315,6 +328,8 @@ def test_text_is_tidy(machines: list[Variant]) -> None:
         assert not text or (text.endswith("\n") and not text.endswith("\n\n") and text[0] != "\n"), name
         assert not re.search(r"[ \t]$", text, re.MULTILINE), name
         assert name.endswith(".py") or "\n\n\n" not in text, name
+        if "/chart/templates/" in name:  # Helm's own
+            continue
         tags = r"\{%|\{#" if name.endswith(".py") else r"\{%|%\}|(?<!\$)\{\{|\{#"
         assert not re.search(tags, text), name
 
@@ -328,7 +343,7 @@ def test_shell_scripts(machines: list[Variant], tmp_path: Path) -> None:
 def test_dockerfiles(machines: list[Variant], tmp_path: Path) -> None:
     run("hadolint", "--failure-threshold=style", *on_disk(machines, "Dockerfile", tmp_path))
     for variant in machines:
-        if variant.answers["deployment"] == "docker":
+        if "Dockerfile" in variant.files:
             base = re.search(r"^FROM (\S+) AS train$", variant.files["Dockerfile"][0].decode(), re.MULTILINE)
             assert base
             tag, _, digest = base[1].partition("@")
@@ -339,7 +354,7 @@ def test_dockerfiles(machines: list[Variant], tmp_path: Path) -> None:
 
 
 def test_yaml_is_tidy(machines: list[Variant], tmp_path: Path) -> None:
-    names = r"(compose|accelerate_config|accelerate_config\.cpu)\.yaml"
+    names = r"(compose|accelerate_config|accelerate_config\.cpu|kubernetes/(chart/)?\w+)\.yaml"
     run("yamllint", "--strict", "--config-file", ROOT / ".yamllint.yaml", *on_disk(machines, names, tmp_path, COMMENTS))
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-PACKAGES = ("docker.io", "iptables", "iproute2", "openssh-client")
-PROGRAMS = ("dockerd", "containerd", "runc", "docker-init", "iptables", "ip", "ssh")
+PACKAGES = ("docker.io", "docker-registry", "iptables", "iproute2", "openssh-client")
+PROGRAMS = ("dockerd", "docker-registry", "containerd", "runc", "docker-init", "iptables", "ip", "ssh")
 PATH_OF_ROOT = f"/usr/sbin:/sbin:{os.environ['PATH']}"
 PATH_OF_IMAGE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TIMEOUT = 900

@@ -6,7 +6,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-accelerator = Accelerator()
+from .backend import accelerator_options
+
+accelerator = Accelerator(**accelerator_options())
 torch.manual_seed(0)
 
 digits = load_digits()

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,6 +30,8 @@ from .errors import UserError
 
 DDP, FSDP, DEEPSPEED = "ddp", "fsdp", "deepspeed"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+# A rank that waits this long for the others has lost them.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 # What the table of contents of a sharded checkpoint is made of, by module.
@@ -83,9 +86,12 @@ def deepspeed_plugin() -> DeepSpeedPlugin | None:
     return _DeepSpeedPlugin()
 
 
-def communication() -> str | None:
-    """For the group of processes: who carries its messages, None where Accelerate finds out."""
-    return "gloo" if launched() == DEEPSPEED and not torch.cuda.is_available() else None
+def accelerator_options() -> dict[str, Any]:
+    """What `Accelerator` has to be told besides what the launcher says, for any backend."""
+    # gloo carries DeepSpeed's messages on CPUs; for all else Accelerate finds out.
+    carrier = "gloo" if launched() == DEEPSPEED and not torch.cuda.is_available() else None
+    group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, backend=carrier)
+    return {"deepspeed_plugin": deepspeed_plugin(), "kwargs_handlers": [group]}
 
 
 def backend_of(accelerator: Accelerator) -> str:

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
     parse_flag_from_env,
     set_seed,
 )
@@ -28,9 +26,6 @@ from .logs import logger
 from .model import build_model
 from .optimizer import build_optimizer
 from .platform import load_platform
-
-# A rank that waits this long for the others has lost them.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass
@@ -52,15 +47,16 @@ def start_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
     Raises: UserError when there are fewer GPUs than processes, or these do not see each other.
     """
     check_gpus()
+    by_backend = backend.accelerator_options()
     accelerator = Accelerator(
         # As a plugin: the launcher's environment would win over a plain number.
         gradient_accumulation_plugin=GradientAccumulationPlugin(config.gradient_accumulation_steps),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        deepspeed_plugin=by_backend["deepspeed_plugin"],
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=config.find_unused_parameters),
-            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, backend=backend.communication()),
+            *by_backend["kwargs_handlers"],
         ],
-        deepspeed_plugin=backend.deepspeed_plugin(),
         **options,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
