@@ -268,6 +268,12 @@ def test_activations_computed_again_are_the_same(make: Make):
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
+def test_the_plan_of_a_backend(make: Make, backend: str):
+    """By the project's own tests, which compare it with what PyTorch allocates and a run writes."""
+    assert re.search(r"\d+ passed", run("make test ARGS=tests/test_plan.py", make(backend, {})))
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
 def test_a_script_of_your_own(make: Make, backend: str):
     """docs/your-own.md: the script that knows nothing of the project but what the backend needs."""
     folder = make(backend, {})

@@ -55,6 +55,7 @@ class Engine:
             "DOCKER_HOST": f"unix://{self.socket}",
             "DOCKER_BUILDKIT": "1",
             "DOCKER_CONFIG": str(folder / "config"),
+            "PATH": f"/usr/bin:{os.environ['PATH']}",  # Debian's client, which belongs to the engine
         }
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -190,6 +190,7 @@ class Step:
     trained: int
     buffers: int  # bytes
     optimizer_elements: int
+    tensors: int  # of model and optimizer, in a checkpoint
     units: tuple[int, ...]  # parameters of each FSDP unit, largest first; the root is not one
     root: int  # parameters of the root unit
     passes: float  # peak of forward and backward, weights and optimizer left out
@@ -299,12 +300,15 @@ def _run(
         if isinstance(value, Tensor) and value.ndim
     ]
     kept = weights + buffers + _bytes(state)
+    saved = [*model.parameters(), *model.buffers()]
+    saved += [one for values in optimizer.state.values() for one in values.values()]
     return Step(
         batch_size=batch_size,
         parameters=sum(item.numel() for item in model.parameters()),
         trained=sum(item.numel() for item in trained),
         buffers=buffers,
         optimizer_elements=sum(value.numel() for value in state),
+        tensors=len(saved),
         units=tuple(sorted(units.values(), reverse=True)),
         root=root,
         passes=peak_of_passes - kept,
@@ -470,8 +474,11 @@ def checkpoint_bytes(step: Step, setup: Setup) -> float:
     if setup.backend == "deepspeed":
         weights = setup.itemsize * step.parameters
         optimizer += FP32 * step.trained
+    if setup.backend == "fsdp":
+        optimizer += step.tensors * setup.num_processes * PIECE
     return weights + step.buffers + optimizer + setup.num_processes * RANDOM_STATES + SMALL_FILES
 
 
 RANDOM_STATES = 16 << 10  # of one process: Python, NumPy, torch, the GPU
+PIECE = 1850  # about: head and entry of one piece of a tensor, in a sharded checkpoint
 SMALL_FILES = 16 << 10  # manifest, progress, heads of the others
