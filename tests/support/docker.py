@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -93,17 +93,25 @@ class Engine:
         return (self.folder / "dockerd.log").read_text()[-4000:]
 
     def docker(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            ["docker", *arguments],
-            env=os.environ | self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-        )
-        assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout[-4000:]}"
-        return done
+        return call("docker", *arguments, environment=self.environment, check=check)
+
+
+def call(
+    *command: str, environment: Mapping[str, str], check: bool = True, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of an engine; what it prints is kept, and shown where it fails and must not."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout[-4000:]}"
+    return done
 
 
 # -- the image that stands in ------------------------------------------------------------------------------------------
@@ -113,8 +121,13 @@ def import_base_image(engine: Engine, tag: str, site_packages: Path) -> None:
     """Make the image, unless the engine has it."""
     if not engine.docker("image", "inspect", tag, check=False).returncode:
         return
-    command = ["docker", "import", "--change", "WORKDIR /workspace", "--change", f"ENV PATH={PATH_OF_IMAGE}", "-", tag]
-    with subprocess.Popen(command, env=os.environ | engine.environment, stdin=subprocess.PIPE) as process:
+    pour_base_image(["docker"], engine.environment, tag, site_packages)
+
+
+def pour_base_image(engine: Sequence[str], environment: Mapping[str, str], tag: str, site_packages: Path) -> None:
+    """Have the program of an engine, with its options, import the image while it is being written."""
+    command = [*engine, "import", "--change", "WORKDIR /workspace", "--change", f"ENV PATH={PATH_OF_IMAGE}", "-", tag]
+    with subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.PIPE) as process:
         assert process.stdin
         write_base_image(process.stdin, site_packages)
     assert process.returncode == 0, f"{tag} was not imported"

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import yaml
 
-from tests.support.docker import PATH_OF_IMAGE, write_base_image
+from tests.support.docker import PATH_OF_ROOT, call, pour_base_image
 from tests.support.manifests import Object, of_kind
 
 PACKAGES = ("podman", "runc", "catatonit", "netavark", "aardvark-dns", "iptables")
 PROGRAMS = ("podman", "runc", "catatonit", "iptables")
-PATH_OF_ROOT = f"/usr/sbin:/sbin:{os.environ['PATH']}"
 NETWORK, SUBNET = "kubernetes-test", "10.90.91"
-TIMEOUT = 900
 
 
 def missing() -> list[str]:
@@ -62,18 +58,8 @@ class Node:
         self.environment = {"PATH": PATH_OF_ROOT, "CONTAINERS_CONF": str(folder / "containers.conf")}
 
     def podman(self, *arguments: str, check: bool = True, cwd: Path | None = None) -> str:
-        done = subprocess.run(
-            ["podman", *self.options, *arguments],
-            cwd=cwd,
-            env=os.environ | self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-        )
-        assert not check or done.returncode == 0, f"podman {' '.join(arguments)}: {done.stdout[-4000:]}"
-        return done.stdout.strip()
+        command = ("podman", *self.options, *arguments)
+        return call(*command, environment=self.environment, check=check, cwd=cwd).stdout.strip()
 
     def start(self) -> None:
         if NETWORK not in self.podman("network", "ls", "--format", "{{.Name}}").split():
@@ -88,12 +74,7 @@ class Node:
     def import_base_image(self, tag: str, site_packages: Path) -> None:
         if tag in self.podman("images", "--format", "{{.Repository}}:{{.Tag}}").split():
             return
-        command = ["podman", *self.options, "import", "--change", "WORKDIR /workspace"]
-        command += ["--change", f"ENV PATH={PATH_OF_IMAGE}", "-", tag]
-        with subprocess.Popen(command, env=os.environ | self.environment, stdin=subprocess.PIPE) as process:
-            assert process.stdin
-            write_base_image(process.stdin, site_packages)
-        assert process.returncode == 0, f"{tag} was not imported"
+        pour_base_image(["podman", *self.options], self.environment, tag, site_packages)
 
     def build(self, project: Path, tag: str, *flags: str) -> None:
         self.podman("build", "--network", "host", "--target", "train", "--tag", tag, *flags, ".", cwd=project)
