@@ -37,7 +37,7 @@ PREEMPTED = 75
 
 
 @pytest.fixture(scope="session")
-def engine(training_python: Path) -> Iterator[Engine]:
+def engine() -> Iterator[Engine]:
     """A running engine, which knows the base image of the default stack."""
     engine = Engine(Path(os.environ.get("DOCKER_FOLDER", bootstrap.BUILD / "docker")))
     engine.start(shutil.which("docker-compose") or "")
@@ -291,7 +291,7 @@ def test_a_read_only_root_file_system(project: Project):
     assert "finished after 3 steps" in said
 
 
-def test_two_containers_train_together(project: Project, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory):
+def test_two_containers_train_together(project: Project, renderer: Renderer):
     """Over a bridge network: two machines of two processes, the CPU's twin of the configuration told so."""
     engine = project.engine
     machines = {"gpu": "a100-80gb", "num_gpus": 2, "num_machines": 2}
