@@ -560,6 +560,7 @@ def test_in_a_folder_behind_a_link(bench: Bench):
     link.symlink_to(bench.folder)
     behind = replace(bench, folder=link, environment=bench.environment | {"PWD": str(link)})
     job = behind.submit("linked", DOES="wait")
+    bench.wait_for("start", 2)
     assert "has a job already" in behind.refused("submit", "RUN=linked")
     assert job in behind.make("status")
     assert "saves and ends" in behind.make("cancel", "RUN=linked")

@@ -110,11 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     """Begin the shutdown, once: another signal would cut it off while the ranks save."""
     for one in STOPPING:
         signal.signal(one, signal.SIG_IGN)
-    raise SignalException(f"told to stop by {signal.Signals(number).name}", signal.Signals(number))
+    raise SignalException(f"told to stop by {signal.Signals(signum).name}", signal.Signals(signum))
 
 
 def _kernels_of_this_machine() -> Path:
