@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import bootstrap
+from tests.support.environments import venv_for
 from tests.support.render import copier_command, data_arguments, export
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"  # by the version that wrote them
@@ -56,20 +57,21 @@ Render = Callable[[str], Path]
 Smoke = Callable[[str], tuple[Path, Path, str]]
 
 
-def environment() -> dict[str, str]:
+def environment(project: Path) -> dict[str, str]:
+    """What its commands see: nothing of the surroundings, and the packages that its answers ask for."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in DROPPED and not name.startswith(DROPPED_PREFIXES)
     }
-    return kept | {"VENV": str(bootstrap.TRAINING_VENV), "PYTHON": bootstrap.base_python()}
+    return kept | {"VENV": str(venv_for(project)), "PYTHON": bootstrap.base_python()}
 
 
 def run(command: str, cwd: Path, code: int = 0) -> str:
     done = subprocess.run(
         shlex.split(command),
         cwd=cwd,
-        env=environment(),
+        env=environment(cwd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -173,9 +175,11 @@ def test_the_tracker_has_the_run(smoked: Smoke, name: str):
     unchanged(folder)
 
 
-def test_smoke_run_uses_two_processes(smoked: Smoke):
-    _, run_folder, _ = smoked("default")
-    assert "2 process(es) on cpu, DDP" in (run_folder / "train.log").read_text()
+@pytest.mark.parametrize(("name", "precision"), [("default", "bf16"), ("mlflow", "fp16")])
+def test_smoke_run_uses_two_processes_and_says_in_which_precision(smoked: Smoke, name: str, precision: str):
+    _, run_folder, _ = smoked(name)
+    said = f"2 process(es) on cpu, DDP, precision requested: {precision}, launched: no, effective: no"
+    assert said in (run_folder / "train.log").read_text()
 
 
 def test_smoke_trains_again(smoked: Smoke):
@@ -197,9 +201,28 @@ def test_one_process_in_bf16(project: Render):
     unchanged(folder)
 
 
+def test_ranks_that_do_not_see_each_other_say_so(project: Render):
+    """Started by torchrun on a machine without a GPU, each takes itself for the only one."""
+    folder = project("cpu")
+    options = "--config configs/smoke.yaml --run_name alone"
+    command = f"scripts/run.sh torchrun --nproc_per_node 2 -m my_project.train {options}"
+    output = run(command, folder, code=1)
+    assert "error: 2 processes were launched but each sees 1: use ./launch.sh --cpu" in output
+    assert "alone" not in [path.name for path in run_folders(folder)]
+
+
+def test_a_persons_own_accelerate_config_changes_nothing(project: Render, tmp_path: Path):
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_processes: 7\nmixed_precision: bf16\n")
+    options = "--config configs/smoke.yaml --run_name own --max_steps 1"
+    output = run(f"env HF_HOME={tmp_path} ./launch.sh --cpu train {options}", project("default"))
+    assert "2 process(es) on cpu, DDP, precision requested: bf16, launched: no, effective: no" in output
+
+
 def test_compiled_with_accumulation(project: Render):
+    """By inductor, which writes C++ here and code for a GPU there."""
     folder = project("default")
-    options = "--gradient_accumulation_steps 2 --compile true --compile_backend eager --run_name compiled"
+    options = "--gradient_accumulation_steps 2 --compile true --run_name compiled"
     run(f"./launch.sh --cpu train --config configs/smoke.yaml {options}", folder)
     learned(next(path for path in run_folders(folder) if path.name == "compiled"))
     unchanged(folder)

@@ -27,6 +27,8 @@ ANSWERS = {
     "ddp": {},
     "fsdp": {"backend": "fsdp", "sharding": "full"},
     "deepspeed": {"backend": "deepspeed", "sharding": "zero2"},
+    "ddp-fp8": {"precision": "fp8", "gpu": "h100"},
+    "fsdp-fp8": {"precision": "fp8", "gpu": "h100", "backend": "fsdp", "sharding": "full"},
 }
 # A model whose results do not depend on how a batch is divided: no normalisation over it. Two layers share weights.
 TEXT = bootstrap.ROOT / "docs" / "examples" / "text"
@@ -62,10 +64,13 @@ def fsdp(**others: Any) -> dict[str, Any]:
 
 
 OFFLOADED = {"offload_optimizer_device": "cpu"}
+ALL_OFFLOADED = OFFLOADED | {"offload_param_device": "cpu"}
+WHOLE_STATE = {"state_dict_type": "FULL_STATE_DICT"}
 WAYS = {
     "ddp": Way("ddp"),
     "ddp-bf16": Way("ddp", BF16, like="ddp-bf16"),
     "ddp-accumulated": Way("ddp", options=ACCUMULATED, like="ddp-accumulated"),
+    "ddp-compiled": Way("ddp", options="--compile true --compile_backend eager"),
     "ddp-adam": Way("ddp", options=ADAM, like="ddp-adam"),
     # Not among the answers. In fp32 DeepSpeed clips without telling the norm.
     "zero0": Way("deepspeed", zero(0), tells_norm=False),
@@ -81,10 +86,13 @@ WAYS = {
     "zero3-compiled": Way("deepspeed", zero(3), "--compile true --compile_backend eager"),
     "zero2-offloaded": Way("deepspeed", zero(2, **OFFLOADED)),
     "zero2-offloaded-adam": Way("deepspeed", zero(2, **OFFLOADED), ADAM, like="ddp-adam"),
-    "zero3-all-offloaded": Way("deepspeed", zero(3, **OFFLOADED, offload_param_device="cpu")),
+    "zero2-offloaded-bf16": Way("deepspeed", zero(2, **OFFLOADED) | BF16, like="ddp-bf16"),
+    "zero3-all-offloaded": Way("deepspeed", zero(3, **ALL_OFFLOADED)),
+    "zero3-all-offloaded-bf16": Way("deepspeed", zero(3, **ALL_OFFLOADED) | BF16, like="ddp-bf16"),
     "fsdp": Way("fsdp"),
     "fsdp-bf16": Way("fsdp", BF16, like="ddp-bf16"),
-    "fsdp-whole-state": Way("fsdp", fsdp(state_dict_type="FULL_STATE_DICT")),
+    "fsdp-whole-state": Way("fsdp", fsdp(**WHOLE_STATE)),
+    "fsdp-whole-state-bf16": Way("fsdp", fsdp(**WHOLE_STATE) | BF16, like="ddp-bf16"),
     "fsdp-grad-op": Way("fsdp", fsdp(reshard_after_forward=False)),
     "fsdp-grad-op-bf16": Way("fsdp", fsdp(reshard_after_forward=False) | BF16, like="ddp-bf16"),
     "fsdp-accumulated": Way("fsdp", options=ACCUMULATED, like="ddp-accumulated"),
@@ -294,6 +302,16 @@ def test_fsdp_goes_on_with_another_number_of_processes(make: Make):
     assert [int(row["step"]) for row in rows(folder, "train")] == list(range(1, 2 * STEPS + 1))
     losses = [float(row["loss"]) for row in rows(folder, "train")]
     assert max(losses[STEPS:]) < min(losses[:STEPS]), losses
+
+
+def test_fsdp_goes_on_from_a_whole_state(make: Make):
+    """Bit for bit, as if there had been no stop."""
+    folder = make("fsdp", fsdp(**WHOLE_STATE))
+    options = f"--max_steps {2 * STEPS} --save_every_steps {STEPS}"
+    learn_text(folder, options)
+    expected = export_latest(folder, TEXT_OPTIONS)
+    assert f"going on from checkpoints/run/step-{STEPS:08}" in learn_text(folder, f"{options} --resume {STEPS}")
+    assert export_latest(folder, TEXT_OPTIONS) == expected
 
 
 def test_what_cannot_be_read_is_said(make: Make):

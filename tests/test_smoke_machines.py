@@ -31,7 +31,7 @@ def start(project: Path, rank: int, port: int, *command: str) -> subprocess.Pope
         return subprocess.Popen(
             command or ["./launch.sh", "train", "--config", "configs/smoke.yaml"],
             cwd=project,
-            env=environment() | machine | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            env=environment(project) | machine | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

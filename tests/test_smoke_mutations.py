@@ -112,7 +112,7 @@ def test_a_test_of_the_project_fails_when(make: Make, name: str):  # noqa: F811
     done = subprocess.run(
         ["scripts/run.sh", "python", "-m", "pytest", "--exitfirst", "--quiet", mutation.test],
         cwd=project,
-        env=environment(),
+        env=environment(project),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -42,7 +42,7 @@ def make(scratch: Path, name: str) -> Path:
         answers = data_arguments(ANSWERS[way.backend])
         copy = copier_command("copy", "--quiet", "--defaults", *answers, template, project)
         for command, folder in ((copy, scratch), (["make", "setup"], project)):
-            subprocess.run(command, cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(command, cwd=folder, env=environment(folder), check=True, stdout=subprocess.DEVNULL)
         change(project, way.config)
     return project
 

@@ -78,7 +78,7 @@ class Run:
         return subprocess.Popen(
             command.split(),
             cwd=self.project,
-            env=environment() | {"FAULT": fault, "FAULT_REACHED": str(self.reached)},
+            env=environment(self.project) | {"FAULT": fault, "FAULT_REACHED": str(self.reached)},
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
@@ -131,7 +131,7 @@ class Run:
 
     def _ask(self, script: str) -> Any:
         command = ["scripts/run.sh", "python", "-c", script, str(self.folder)]
-        printed = subprocess.check_output(command, cwd=self.project, env=environment(), text=True)
+        printed = subprocess.check_output(command, cwd=self.project, env=environment(self.project), text=True)
         return json.loads(printed.splitlines()[-1])  # DeepSpeed says something before
 
     def result(self) -> dict[str, Any]:

@@ -92,16 +92,23 @@ def build_parts(accelerator: Accelerator, config: TrainConfig) -> Parts:
     )
     set_seed(config.seed)
     model = build_model(config.model, datasets)
-    if config.sync_batchnorm and accelerator.num_processes > 1:
-        if accelerator.device.type == "cuda":
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        else:
-            logger.info("sync_batchnorm needs GPUs: each process has statistics of its own here")
+    if config.sync_batchnorm:
+        model = with_shared_statistics(model, accelerator)
     if config.compile:
         model.compile(backend=config.compile_backend)  # in place, so no name of a weight changes
     optimizer = build_optimizer(model, config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Parts(datasets, model, num_parameters, optimizer, train_loader, eval_loader, sampler)
+
+
+def with_shared_statistics(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """The model with BatchNorm over the samples of all GPUs, where there are several."""
+    if accelerator.num_processes == 1:
+        return model
+    if accelerator.device.type != "cuda":
+        logger.info("sync_batchnorm needs GPUs: each process has statistics of its own here")
+        return model
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def build_datasets_in_turn(accelerator: Accelerator, config: TrainConfig) -> Datasets:
