@@ -719,6 +719,16 @@ def test_options_are_refused_at_submit(real: Project, arguments: str, sentence: 
     assert "wrong" not in real.cluster.slurm("squeue -h -o %j").split()
 
 
+def test_arrays_that_are_refused(bench: Bench):
+    (bench.folder / "named.txt").write_text("--epochs 1\n--epochs 2 --run_name mine\n")
+    said = bench.refused("submit", "RUN=wide", "ARRAY=named.txt")
+    assert said == "named.txt gives a --run_name: leave it out, the runs are called wide-1 to wide-2"
+    (bench.folder / "long.txt").write_text("--epochs 1\n" * 1001)
+    said = bench.refused("submit", "RUN=wide", "ARRAY=long.txt")
+    assert said == "long.txt has 1001 lines, and a job of this cluster at most 1000 tasks: divide the file"
+    assert bench.cluster.slurm("squeue -h").strip() == ""
+
+
 def test_a_controller_that_does_not_answer(bench: Bench):
     """It may have jobs of the run all the same, so nothing is said about those."""
     elsewhere = bench.folder.parent / "slurm.conf"
