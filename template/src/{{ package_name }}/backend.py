@@ -137,6 +137,7 @@ def prepare(
     if backend != DDP and dtype is not None:
         choose_precision_by_operation(model, torch.autocast(accelerator.device.type, dtype))
     if backend == FSDP:
+        check_blocks(model)
         plugin = accelerator.state.fsdp_plugin
         if plugin.mixed_precision_policy is not None:
             # Losses and metrics stay as precise as the model made them.
@@ -158,6 +159,17 @@ def prepare(
     if isinstance(prepared[0], DistributedDataParallel) and not prepared[0].find_unused_parameters:
         settle_buckets(prepared[0])
     return prepared
+
+
+def check_blocks(model: nn.Module) -> None:
+    """FSDP splits the blocks that a model names, one by one. Raises: UserError when it has none."""
+    found = {type(module).__name__ for module in model.modules()}
+    for name in getattr(model, "_no_split_modules", None) or ():
+        if name not in found:
+            raise UserError(
+                f"{type(model).__name__}._no_split_modules names {name}, and no module of the "
+                "model is of that class: name the class of its repeated blocks"
+            )
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:
