@@ -1,7 +1,7 @@
 """What is checked, and how: `python3 bootstrap.py test` runs the default sessions.
 
-lint, render, smoke,
-slurm, docker,
+lint, render, scan,
+smoke, slurm, docker,
 kubernetes            run by default, in this order; the last three need root, or sudo without a password
 bench                 speed, as ratios
 kills                 runs that are killed at random instants, many times
@@ -30,7 +30,7 @@ from tests.support import slurm as cluster
 from tools.sources import sources
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "render", "smoke", "slurm", "docker", "kubernetes"]
+nox.options.sessions = ["lint", "render", "scan", "smoke", "slurm", "docker", "kubernetes"]
 nox.options.default_venv_backend = "none"
 
 TESTS_VENV = bootstrap.BUILD / "tests-venv"
@@ -39,6 +39,7 @@ LINT_TESTS = "tests/test_repository.py"
 SLURM_TESTS = "tests/test_slurm.py"
 DOCKER_TESTS = "tests/test_docker.py"
 KUBERNETES_TESTS = "tests/test_kubernetes.py"
+SCAN_TESTS = "tests/test_scan.py"
 
 
 class Tools:
@@ -88,8 +89,15 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def render(session: nox.Session) -> None:
     """Valid answers give files that their consumers accept; the others are refused."""
-    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS, KUBERNETES_TESTS)
+    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS, KUBERNETES_TESTS, SCAN_TESTS)
     Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", *(f"--ignore={tests}" for tests in others))
+
+
+@nox.session
+def scan(session: nox.Session) -> None:
+    """A scanner finds no weakness in rendered projects but those that the documentation gives a reason for."""
+    bootstrap.make_venv(bootstrap.BUILD / "scan-venv", bootstrap.ROOT / "requirements" / "scan.txt")
+    Tools(session).pytest(SCAN_TESTS)
 
 
 @nox.session
