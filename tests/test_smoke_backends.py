@@ -66,6 +66,14 @@ def fsdp(**others: Any) -> dict[str, Any]:
 OFFLOADED = {"offload_optimizer_device": "cpu"}
 ALL_OFFLOADED = OFFLOADED | {"offload_param_device": "cpu"}
 WHOLE_STATE = {"state_dict_type": "FULL_STATE_DICT"}
+# Four processes as two machines with two GPUs each: split among the two, and copied to the other two.
+HYBRID = {
+    "num_processes": 4,
+    "parallelism_config": {
+        f"parallelism_config_{kind}_size": size
+        for kind, size in {"cp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}.items()
+    },
+}
 WAYS = {
     "ddp": Way("ddp"),
     "ddp-bf16": Way("ddp", BF16, like="ddp-bf16"),
@@ -111,10 +119,10 @@ Make = Callable[[str, dict[str, Any]], Path]
 
 
 def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with these changes, nested ones too; a key that is not there would change nothing."""
+    """The configuration with these changes, nested ones too."""
     merged = dict(config)
     for key, value in changes.items():
-        merged[key] = merge(config[key], value) if isinstance(value, dict) else value
+        merged[key] = merge(config.get(key, {}), value) if isinstance(value, dict) else value
     return merged
 
 
@@ -250,13 +258,24 @@ def text_by_ddp(make: Make) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "processes"), [("fsdp", 1), ("fsdp", 2), ("zero1", 2), ("zero2", 1), ("zero2", 2), ("zero3", 2)]
+    ("name", "processes", "changes"),
+    [
+        ("fsdp", 1, {}),
+        ("fsdp", 2, {}),
+        ("fsdp", 4, HYBRID),
+        ("zero1", 2, {}),
+        ("zero2", 1, {}),
+        ("zero2", 2, {}),
+        ("zero3", 2, {}),
+    ],
 )
-def test_weights_are_those_of_ddp(make: Make, text_by_ddp: dict[str, Any], name: str, processes: int):
+def test_weights_are_those_of_ddp(
+    make: Make, text_by_ddp: dict[str, Any], name: str, processes: int, changes: dict[str, Any]
+):
     """Whatever the number of processes, and of forward passes that a step is divided into."""
     way = WAYS[name]
-    folder = make(way.backend, way.config | {"num_processes": processes})
-    learn_text(folder, f"--model.dropout 0 --gradient_accumulation_steps {2 // processes}")
+    folder = make(way.backend, way.config | {"num_processes": processes} | changes)
+    learn_text(folder, f"--model.dropout 0 --gradient_accumulation_steps {max(2 // processes, 1)}")
     found = export_latest(folder, TEXT_OPTIONS)
     assert found.keys() == text_by_ddp.keys()
     for name, (kind, values) in found.items():
@@ -304,9 +323,10 @@ def test_fsdp_goes_on_with_another_number_of_processes(make: Make):
     assert max(losses[STEPS:]) < min(losses[:STEPS]), losses
 
 
-def test_fsdp_goes_on_from_a_whole_state(make: Make):
-    """Bit for bit, as if there had been no stop."""
-    folder = make("fsdp", fsdp(**WHOLE_STATE))
+@pytest.mark.parametrize("changes", [fsdp(**WHOLE_STATE), HYBRID], ids=["whole-state", "hybrid"])
+def test_fsdp_goes_on_bit_for_bit(make: Make, changes: dict[str, Any]):
+    """Stopped or not, from a state in one piece, and from one that two of four processes have each part of."""
+    folder = make("fsdp", changes)
     options = f"--max_steps {2 * STEPS} --save_every_steps {STEPS}"
     learn_text(folder, options)
     expected = export_latest(folder, TEXT_OPTIONS)

@@ -88,6 +88,8 @@ def deepspeed_plugin() -> DeepSpeedPlugin | None:
 
 def accelerator_options() -> dict[str, Any]:
     """What `Accelerator` has to be told besides what the launcher says, for any backend."""
+    if launched() == FSDP:  # of torch about Accelerate, when machines have copies of each other
+        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
     # gloo carries DeepSpeed's messages on CPUs; for all else Accelerate finds out.
     carrier = "gloo" if launched() == DEEPSPEED and not torch.cuda.is_available() else None
     group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, backend=carrier)
