@@ -4,6 +4,7 @@ lint, render, scan,
 smoke, slurm, docker,
 kubernetes            run by default, in this order; the last three need root, or sudo without a password
 bench                 speed, as ratios
+renovate              Renovate reads rendered projects (needs a registry of npm packages)
 kills                 runs that are killed at random instants, many times
 newcomer              both commands on a machine that has nothing (needs root and debootstrap)
 
@@ -40,6 +41,7 @@ SLURM_TESTS = "tests/test_slurm.py"
 DOCKER_TESTS = "tests/test_docker.py"
 KUBERNETES_TESTS = "tests/test_kubernetes.py"
 SCAN_TESTS = "tests/test_scan.py"
+RENOVATE_TESTS = "tests/test_renovate.py"
 
 
 class Tools:
@@ -89,7 +91,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def render(session: nox.Session) -> None:
     """Valid answers give files that their consumers accept; the others are refused."""
-    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS, KUBERNETES_TESTS, SCAN_TESTS)
+    others = (LINT_TESTS, SLURM_TESTS, DOCKER_TESTS, KUBERNETES_TESTS, SCAN_TESTS, RENOVATE_TESTS)
     Tools(session).pytest("tests", f"--ignore-glob={SMOKE_TESTS}", *(f"--ignore={tests}" for tests in others))
 
 
@@ -153,6 +155,13 @@ def can_be_root() -> bool:
 def bench(session: nox.Session) -> None:
     """Copying, starting and saving, each against the least that it could take."""
     Tools(session).run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(default=False)
+def renovate(session: nox.Session) -> None:
+    """Renovate itself finds in rendered projects what it shall keep."""
+    bootstrap.make_venv(bootstrap.BUILD / "renovate-venv", bootstrap.ROOT / "requirements" / "renovate.txt")
+    Tools(session).pytest(RENOVATE_TESTS)
 
 
 @nox.session(default=False)

@@ -5,6 +5,7 @@ Linters take many files at once: each distinct form of a file is looked at once,
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -309,6 +310,16 @@ def test_workflows(projects: list[Project]):
     run("check-jsonschema", "--builtin-schema", "vendor.gitlab-ci", *paths(projects, ".gitlab-ci.yml"))
     for workflow in workflows:
         assert "group: ${{ github.workflow }}-${{ github.ref }}" in Path(workflow).read_text()
+
+
+def test_renovate(projects: list[Project]):
+    """By its schema; Renovate itself reads it in `nox -s renovate`."""
+    run("check-jsonschema", "--builtin-schema", "vendor.renovate", *paths(projects, "renovate.json"))
+    for project in forms(projects, "renovate.json"):
+        settings = json.loads((project.folder / "renovate.json").read_text())
+        assert ("dockerfile" in settings["enabledManagers"]) == in_container(project.answers)
+        locks = {f"requirements/{path.name}" for path in (project.folder / "requirements").glob("*.txt")}
+        assert set(settings["ignorePaths"]) == locks - {"requirements/project.txt"}
 
 
 def test_ci_pushes_images_of_tags_only(renderer: Renderer):

@@ -204,7 +204,11 @@ KUBERNETES = {
     "helm": {"chart/Chart.yaml", "chart/values.yaml", "chart/values.schema.json", "chart/templates/_parts.tpl"}
     | {f"chart/templates/{name}.yaml" for name in ("config", "job", "service", "volume")},
 }
-CI = {"github": {".github/workflows/ci.yml"}, "gitlab": {".gitlab-ci.yml"}, "none": set[str]()}
+CI = {
+    "github": {".github/workflows/ci.yml", "renovate.json"},
+    "gitlab": {".gitlab-ci.yml", "renovate.json"},
+    "none": set[str](),
+}
 
 
 def expected_files(answers: Answers) -> set[str]:

@@ -40,7 +40,7 @@ NEWEST_GLIBC = 50  # 2.50: wheels for it and for all before it count
 NEWEST_MACOS = (30, 0)
 
 GROUPS = ("base", "dev", "deepspeed", "fp8", "tensorboard", "wandb", "mlflow", "trackio", "jupyter")
-OWN = ("tools", "tests", "scan")  # this repository's pins: requirements/<name>.in → requirements/<name>.txt
+OWN = ("tools", "tests", "scan", "renovate")  # this repository's pins: requirements/<name>.in → requirements/<name>.txt
 LEFT_OUT = ("torch", "torchvision")
 
 REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==[^ ]+(?: ; (?P<marker>[^\\]+?))?(?: \\)?$")
