@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     """Begin the shutdown, once: another signal would cut it off while the ranks save."""
-    for one in STOPPING:
-        signal.signal(one, signal.SIG_IGN)
+    for one in STOPPING:  # not SIG_IGN, of which Python complains where a signal waits already
+        signal.signal(one, lambda signum, frame: None)
     raise SignalException(f"told to stop by {signal.Signals(signum).name}", signal.Signals(signum))
 
 
