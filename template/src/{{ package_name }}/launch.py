@@ -42,6 +42,9 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 KERNELS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 
 
+_signals: list[int] = []  # that told this process to stop
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Start training as the configuration file says. Returns the exit code."""
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv))
@@ -105,13 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 1
-        except SignalException as stop:
-            return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + int(stop.sigval)
+        except Exception:
+            # Not SignalException alone: the agent, met at a bad moment, fails while it cleans up.
+            if not _signals:
+                raise
+            return EXIT_PREEMPTED if note.read_text() == SAVED else 128 + _signals[0]
     return 0
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     """Begin the shutdown, once: another signal would cut it off while the ranks save."""
+    _signals.append(signum)
     for one in STOPPING:  # not SIG_IGN, of which Python complains where a signal waits already
         signal.signal(one, lambda signum, frame: None)
     raise SignalException(f"told to stop by {signal.Signals(signum).name}", signal.Signals(signum))
